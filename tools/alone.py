@@ -18,7 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Tests of several distributions together, which `make test` runs.
-TOGETHER = ("tests/third_party", "tests/parity", "tests/test_quick_tests.py", "tests/test_documents.py")
+TOGETHER = (
+    "tests/third_party", "tests/parity", "tests/dispatch/test_ranking.py", "tests/test_quick_tests.py",
+    "tests/test_documents.py",
+)  # fmt: skip
 
 
 def folders() -> dict[str, Path]:

@@ -236,8 +236,8 @@ class ScoreFn(Bias):
 
     The function is traced on scalars at every call, and arrays that it closes over are read then: a later call, or
     another `jax.jit`, sees their values at that time. Functions with equal jaxprs share compiled programs. As an
-    argument of `jax.jit` the function is static, and JAX takes a bound method for the same whatever its object holds by
-    then: give arrays that change as ``args``.
+    argument of `jax.jit` the function is static, and JAX treats bound methods of one object as equal whatever the
+    object holds: give arrays that change as ``args``.
 
     Attributes:
         fn: ``fn(scores, b, h, q, kv, *args)`` gives the new scores, elementwise in jnp: float32 scores and integer

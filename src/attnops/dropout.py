@@ -1,7 +1,7 @@
 """Portable dropout: whether a weight is dropped depends only on the PRNG key and (b, h, i, j).
 
 Every implementation, tiling and sharding therefore draws the same mask, forward and backward, and none stores it.
-Indices are those within the call: under `jax.vmap`, or in a `jax.shard_map` of the caller's own, each slice starts at 0
+Indices are those within the call: under `jax.vmap`, or in a `jax.shard_map` of the caller's, each slice starts at 0
 and draws the same mask, unless it has a key of its own (`jax.random.split`, or `fold_in` of the axis index).
 The hash is a chain of MurmurHash3's 32-bit finaliser (A. Appleby, public domain), whose every step is a bijection
 with full avalanche; it needs only 32-bit multiplications, shifts and exclusive ors, which Pallas and Triton have.
@@ -39,7 +39,7 @@ class ShiftedKey:
     The ``dropout_key`` of a forward under a mesh; `dropout_seed` accepts it as any other key.
 
     Attributes:
-        key: of the whole call.
+        key: the key of the whole call.
         b: the shard's first batch index, an int or an integer array [].
         h: the shard's first query head, an int or an integer array [].
         i: the shard's first query, an int or an integer array [].
@@ -98,7 +98,7 @@ def dropout_rows(seed: Array, b: Index, h: Index, i: Index) -> jax.Array:
     """
     x = _mix(seed[0] + (_u32(b) * jnp.uint32(_SPREAD_B) + seed[2]))
     x = _mix((x ^ seed[1]) + (_u32(h) * jnp.uint32(_SPREAD_H) + seed[3]))
-    # The first key's offset is added here, once a row, so that kernels count keys from 0.
+    # The first key's offset is added here, once per row, so that kernels count keys from 0.
     return _mix(x + (_u32(i) * seed[6] + seed[4])) + seed[5]
 
 

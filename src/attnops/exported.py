@@ -22,7 +22,7 @@ def serialised(
     """A decorator of dataclasses, above that by which JAX knows them as pytrees: their static fields as bytes.
 
     Args:
-        **fields: for a static field that is not in JSON's terms: to these, and back.
+        **fields: for a static field that JSON can't express: functions to JSON's types, and back.
     """
 
     def register(cls: Class) -> Class:
@@ -30,17 +30,17 @@ def serialised(
         name = f"attnops.{cls.__name__}"
 
         def to_bytes(values: tuple[Leaf, ...]) -> bytes:
-            found = dict(zip(names, values, strict=True))
-            return json.dumps(found | {x: to(found[x]) for x, (to, _) in fields.items()}).encode()
+            by_name = dict(zip(names, values, strict=True))
+            return json.dumps(by_name | {x: to(by_name[x]) for x, (to, _) in fields.items()}).encode()
 
         def from_bytes(data: bytes) -> tuple[Leaf, ...]:
-            found: dict[str, Any] = json.loads(bytes(data))
-            if sorted(found) != sorted(names):
+            by_name: dict[str, Any] = json.loads(bytes(data))
+            if sorted(by_name) != sorted(names):
                 raise ValueError(
-                    f"the program has a {name} with the static fields {sorted(found)}, but this version's are "
+                    f"the program has a {name} with the static fields {sorted(by_name)}, but this version's are "
                     f"{sorted(names)}; export it again with this version of attnops"
                 )
-            return tuple(fields[x][1](found[x]) if x in fields else found[x] for x in names)
+            return tuple(fields[x][1](by_name[x]) if x in fields else by_name[x] for x in names)
 
         # A module that is loaded again, as notebooks do, has registered its name before.
         with contextlib.suppress(ValueError):

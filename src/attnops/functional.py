@@ -84,7 +84,8 @@ def attention(
             all keys.
         window: (left, right), the keys before and after a query that it sees besides its own position's; None in place
             of a number for all. A config's ``sliding_window=4096`` is ``(4095, 0)``.
-        mask: see `OperationImpl.__call__`, as all that follow.
+        mask: a boolean array that broadcasts to [B, H, T, S], True where a query may attend; or an
+            `attnops.masks.Mask`. This and all that follow are described in `OperationImpl.__call__`.
         bias: an array that broadcasts to [B, H, T, S], or an `attnops.biases.Bias`.
         softmax_scale: None: the metadata's, else ``D ** -0.5``.
         logits_soft_cap: None: the metadata's, else no cap.

@@ -81,7 +81,7 @@ def merge(*parts: PartialSoftmax) -> PartialSoftmax:
 
 
 def with_sinks(part: PartialSoftmax, sinks: jax.Array) -> PartialSoftmax:
-    """``part`` with one more logit a head, ``sinks`` [H], whose value is 0; fully masked rows are unchanged."""
+    """``part`` with one more logit per head, ``sinks`` [H], whose value is 0; fully masked rows are unchanged."""
     sink = jnp.where(part.lse > -jnp.inf, sinks.astype(jnp.float32)[None, :, None], -jnp.inf)
     return merge(part, PartialSoftmax(jnp.zeros_like(part.out), sink, jnp.zeros_like(sink)))
 

@@ -27,7 +27,7 @@ BoolArray: TypeAlias = bool | np.bool_ | NumpyArray | jax.Array
 """One boolean or an array of booleans, known or traced."""
 
 DType: TypeAlias = DTypeLike
-"""Whatever `jax.numpy.dtype` takes."""
+"""Whatever `jax.numpy.dtype` accepts."""
 
 Leaf: TypeAlias = Any
 """A leaf of a pytree: a number, an array, or None. JAX also puts objects of its own there (tracers, shapes, specs)."""

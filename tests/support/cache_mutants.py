@@ -204,7 +204,7 @@ MUTANTS = {
         "ALiBi + ring",
     ),
     "packed queries see tokens of other rows": Mutant(
-        SLOTS + "Scores.exists",
+        SLOTS + "ScorePositions.exists",
         "jnp.where(held, rows, NO_KEY)",
         "jnp.where(held, 2 + 0 * rows, NO_KEY)",
         "packed rows",

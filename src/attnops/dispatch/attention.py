@@ -40,23 +40,23 @@ class OperationImpl(PartialAttention):
     """Base class of attention operations: it binds the attention contract and has helpers for implementations.
 
     A forward names the options of `__call__` that it has, or all as ``**options: Unpack[attnops.AttentionOptions]``. It
-    is given the layout "BTHD", ``mask`` as
-    an `attnops.masks.Mask` bound to the call's shapes, and the metadata's scale and soft cap where the caller gives
-    none; ``mode`` only if its signature names it. It returns an `OperationOutput`, whose shapes and dtypes are checked.
+    is given the layout "BTHD", ``mask`` as an `attnops.masks.Mask` bound to the call's shapes, and the metadata's scale
+    and soft cap if the caller gives none; ``mode`` only if its signature names it. It returns an `OperationOutput`,
+    whose shapes and dtypes are checked.
 
-    `auto` and `explain` consider only classes with ``computes = "attention"``: linear attention, for example, takes the
+    `auto` and `explain` consider only classes with ``computes = "attention"``: linear attention, for example, has the
     same arguments but computes something else. Subclasses of the core's operations inherit the attribute; any other
     class that computes what `__call__` documents must declare it.
 
     Class attributes:
-        option_axes: the axes of array options that are not in the contract, by option: one letter a dimension, "b" for
-            the batch, "h" for query heads, "k" for kv heads, "-" for anything else; ``""`` for an array that is the
+        option_axes: the axes of array options that are not in the contract, by option: a letter for each dimension, "b"
+            for the batch, "h" for query heads, "k" for kv heads, "-" for anything else; ``""`` for an array that is the
             same on every device. A dimension has the size of its axis, or 1. Under a mesh the arrays are sharded
             along these axes, and an array option that is missing here is refused. ``{"decay": "h"}`` is for decays [H].
-        readers: by forward, what reads sources in place for it: of caches an `attnops_caches.CacheReader`. Without one
+        readers: by forward, what reads sources in place for it: an `attnops_caches.CacheReader` for caches. Without one
             a source is read into arrays. An inherited forward has its base class's reader.
-        is_partitioned: whether XLA, left to itself, computes on each device the batch and heads that are there. A call
-            on a mesh that no axis rule names an axis of has a warning where it is not so.
+        is_partitioned: whether XLA by itself shards the computation over batch and heads as the arrays are. If not, a
+            call on a mesh that has axes which no axis rule names warns.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
@@ -105,11 +105,11 @@ class OperationImpl(PartialAttention):
                 logsumexp and weights), and no other; gradients of that row, and of the keys and values, are NaN.
             softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
             logits_soft_cap: a positive number. None: the metadata's, else no cap.
-            sinks: [H], one learnable logit a head, which is added to the softmax's denominator only. Finite or −inf;
+            sinks: [H], one learnable logit per head, which is added to the softmax's denominator only. Finite or −inf;
                 +inf or NaN makes the rows of its head NaN, except fully masked ones.
             dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
-                the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of the caller's own these are
-                indices within the slice, so that slices that must differ need keys of their own.
+                the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of the caller's these are
+                indices within the slice, so that slices that must differ need different keys.
             mode: runtime mode; see `OperationMetadata`. Over a source "train" is refused, and None is the metadata's,
                 else decode for one query, else prefill.
             return_lse: whether the output has ``logsumexp``.
@@ -149,9 +149,9 @@ class OperationImpl(PartialAttention):
         Args:
             query: [B, T, H, D]; heads before length with ``layout="BHTD"``.
             key: [B, T, K, D]; heads before length with ``layout="BHTD"``.
-            value: [B, T, K, Dv]; heads before length with ``layout="BHTD"``. None for a source that takes none.
-            source: before these tokens, such as a cache.
-            **options: of `__call__`, and the source's.
+            value: [B, T, K, Dv]; heads before length with ``layout="BHTD"``. None for a source that stores none.
+            source: the source before these tokens, such as a cache.
+            **options: the options of `__call__`, and the source's.
 
         Returns:
             The output, and the source with the tokens.
@@ -191,9 +191,8 @@ class OperationImpl(PartialAttention):
             query: [B, T, H, D]; heads before length with ``layout="BHTD"``.
             key: [B, S, K, D], or heads before length; or an `attnops.Source`.
             value: [B, S, K, Dv], or heads before length; None with a source.
-            parts: for an operation that exchanges keys inside a `jax.shard_map` of the caller's own: the number of
-                sequence shards, one a device, of queries and of keys; the arrays given are one shard. There is no
-                boundary then.
+            parts: the number of sequence shards of queries, and of keys, for an operation that exchanges keys inside a
+                `jax.shard_map` of the caller's; the arrays given are one shard. The call then has no boundary.
             **options: those of `__call__`.
         """
         if isinstance(key, Source):

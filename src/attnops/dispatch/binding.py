@@ -55,7 +55,8 @@ def bind_attention(
         key: [B, S, K, D], or [B, K, S, D] in the layout "BHTD".
         value: [B, S, K, Dv], or [B, K, S, Dv] in the layout "BHTD".
         options: the options by name; None means not set, and so does False for a flag.
-        parts: of how many parts of these lengths queries, and keys, are; the options and the request are of the whole.
+        parts: the number of sequence shards of queries, and of keys. The arrays are one shard; the options and the
+            request are for all of them.
 
     Raises:
         ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
@@ -80,8 +81,8 @@ def _bind(
     query, key, value = (check_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if metadata.layout == "BHTD":
         query, key, value = (swap_heads(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    own = _dimensions(query, key, value)
-    dimensions = own._replace(T=own.T * parts[0], S=own.S * parts[1])
+    shard = _dimensions(query, key, value)
+    dimensions = shard._replace(T=shard.T * parts[0], S=shard.S * parts[1])
     if metadata.runtime_dtype is not None:
         query, key, value = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
     dtypes = dtype_name(query), dtype_name(key), dtype_name(value)
@@ -90,7 +91,7 @@ def _bind(
 
 
 def shapes_of(call: Call) -> tuple[Aval, Aval, Aval]:
-    """Query, key and value of a call by shape and dtype: of a call over a source, those that its request states."""
+    """Query, key and value of a call by shape and dtype; over a source, key and value as its request states."""
     request = call.request
     if not isinstance(request, AttentionRequest) or request.source is None:
         query, key, value = call.args

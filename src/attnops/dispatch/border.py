@@ -99,10 +99,10 @@ def details(operation: BaseOperation, request: Request) -> tuple[str, ...]:
         lines = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
     except BaseException as error:
         raise _raised(cls, "details", error) from error
-    found = tuple(line for line in lines if isinstance(line, str))
-    if len(found) < len(lines):
+    texts = tuple(line for line in lines if isinstance(line, str))
+    if len(texts) < len(lines):
         raise _fault(cls, f"details returned {printable(given)}, but must return or yield strings; return () for none")
-    return found
+    return texts
 
 
 def rank(cls: type[OperationImpl], request: Request) -> Rank | RankBetween | None:
@@ -112,12 +112,12 @@ def rank(cls: type[OperationImpl], request: Request) -> Rank | RankBetween | Non
         PluginError: it raised, or returned neither a `Rank` nor None.
     """
     try:
-        found: object = cls.rank(request)
+        given: object = cls.rank(request)
     except BaseException as error:
         raise _raised(cls, "rank", error) from error
-    if found is not None and not isinstance(found, (Rank, RankBetween)):
-        raise _fault(cls, f"rank returned {printable(found)}, but must return an attnops.Rank, or None for never")
-    return found
+    if given is not None and not isinstance(given, (Rank, RankBetween)):
+        raise _fault(cls, f"rank returned {printable(given)}, but must return an attnops.Rank, or None for never")
+    return given
 
 
 def _raised(cls: type, method: str, error: BaseException) -> PluginError:

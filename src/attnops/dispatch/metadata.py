@@ -45,13 +45,13 @@ class OperationMetadata:
         mesh: the mesh that calls run on. None: the current mesh (`jax.set_mesh`), else that of the arrays' types
             (`jax.sharding.AxisType.Explicit`), if any. It must have the axes of the current mesh, if there is one.
         axis_rules: the mesh axes that shard each dimension, see `attnops.sharding.AxisRules`.
-        precision: of matrix products. None: full float32 for float32 inputs on every platform
+        precision: the precision of matrix products. None: full float32 for float32 inputs on every platform
             (`jax.lax.Precision.HIGHEST`); `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16 passes.
         on_unsupported: if the implementation can't serve a call, ``"native"`` runs its native forward and warns once
             for each distinct reason, ``"error"`` raises `attnops.UnsupportedError`.
         interpret: whether to run kernels in their language's interpreter on the host instead of compiling them.
-        block_q: queries a tile. None: the implementation's table.
-        block_k: keys a tile. None: the implementation's table.
+        block_q: queries per tile. None: the implementation's table.
+        block_k: keys per tile. None: the implementation's table.
 
     Raises:
         ValueError: a field is outside its range.

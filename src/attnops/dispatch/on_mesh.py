@@ -36,11 +36,11 @@ def run(
     """The output of a call that has a boundary.
 
     Args:
-        operation: it runs.
+        operation: the operation that runs.
         forward: the name of the forward.
         function: the forward.
         call: the call.
-        options: of the forward.
+        options: the options of the forward.
         is_left_to_xla: whether XLA partitions the call: JAX has no gradient of a `jax.shard_map` in another.
     """
     boundary, request = call.boundary, call.request
@@ -61,8 +61,8 @@ def gathers(operation: OperationImpl, axes: tuple[str, ...]) -> None:
     """Warn, once, that mesh axes shard the sequence, and that each device gathers it.
 
     Args:
-        operation: it runs.
-        axes: of the mesh.
+        operation: the operation that runs.
+        axes: the axes of the mesh.
 
     Raises:
         UnsupportedError: ``on_unsupported`` is "error".
@@ -76,7 +76,7 @@ def repeats(operation: OperationImpl, call: Call, boundary: Boundary | None) -> 
     """Warn, once, that no axis rule names some axes of the call's mesh, so that devices along them compute the same.
 
     Args:
-        operation: it runs.
+        operation: the operation that runs.
         call: the call.
         boundary: how it is sharded.
 

@@ -50,8 +50,8 @@ class BaseOperation(abc.ABC):
     is a reason not to run it. ``**options: Unpack[AttentionOptions]`` names all of attention, ``**kwargs`` none.
 
     Class attributes:
-        priority: of several classes that serve one name on one platform, the highest is picked; `auto` breaks ties
-            inside one `attnops.Rank` by it.
+        priority: if several classes serve one name on one platform, the highest is picked; `auto` breaks ties inside
+            one `attnops.Rank` by it.
         api_version: the version of this contract that the class was written for, as a number.
         computes: ``"attention"``: the class computes the attention contract, so that `auto` may pick it and `explain`
             lists it. The core's operations declare it, and their subclasses inherit it. None: something else.
@@ -261,7 +261,7 @@ class BaseOperation(abc.ABC):
             if forward in vars(cls).get("limits", ()):
                 return cls.limits[forward]  # type: ignore[attr-defined]
             if f"forward_{forward}" in vars(cls):
-                break  # its own forward, with no limits
+                break  # the class defines the forward, and declares no limits
         return _NO_LIMITS
 
     def reasons_for(self, forward: str, request: Request) -> list[Reason]:

@@ -22,7 +22,7 @@ class ScoreOptions(TypedDict, total=False):
         bias: an array that broadcasts to [B, H, T, S], or an `attnops.biases.Bias` that is bound to them.
         softmax_scale: the scale; without it ``D ** -0.5``.
         logits_soft_cap: the cap; without it there is none.
-        sinks: [H], one logit a head.
+        sinks: [H], one logit per head.
     """
 
     mask: Mask
@@ -33,7 +33,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class FlashOptions(ScoreOptions, total=False):
-    """Those of an operation without attention weights.
+    """The options of an operation without attention weights.
 
     Attributes:
         dropout_key: a PRNG key.

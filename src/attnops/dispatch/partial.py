@@ -71,7 +71,7 @@ class PartialAttention(BaseOperation):
             lse_residual: its rounding error, float32 [B, H, T].
             d: the cotangents of `attnops.softmax.contribution`.
             wants_bias: whether the bias has a gradient.
-            **options: of `partial`.
+            **options: the options of `partial`.
 
         Returns:
             The gradients of query, key and value, float32, and of the bias in its structure, None for arrays without
@@ -125,7 +125,7 @@ class PartialAttention(BaseOperation):
             if given is not None and given is not False:
                 raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
         if isinstance(key, Source):
-            raise ValueError(f"key is a {type(key).__name__}, but a partial softmax is of arrays: give those it holds")
+            raise ValueError(f"key is a {type(key).__name__}, but a partial softmax needs arrays: give those it holds")
         if self.metadata.layout != "BTHD":
             raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")
         self._check_options({name: x for name, x in options.items() if name not in CONTRACT | {"mode"}})

@@ -141,7 +141,7 @@ def discover() -> tuple[list[Plugin], list[Trouble]]:
     """
     import importlib_metadata
 
-    found: dict[str, list[Plugin]] = {}
+    groups: dict[str, list[Plugin]] = {}
     troubles = []
     for distribution in importlib_metadata.distributions():
         try:
@@ -161,11 +161,11 @@ def discover() -> tuple[list[Plugin], list[Trouble]]:
             name = normalize(distribution.metadata["Name"])
             offered = _offered(name, distribution)
             if is_imported(name, distribution):
-                found.setdefault(name, offered)
+                groups.setdefault(name, offered)
         except Exception as error:  # broken metadata must not hide the other distributions
             what = f"the metadata of {_where(distribution)} can't be read, so its operations are missing: "
             troubles.append(Trouble(what + printable(error), "pip uninstall it and install it again"))
-    plugins = sorted((plugin for offered in found.values() for plugin in offered), key=lambda plugin: plugin.name)
+    plugins = sorted((plugin for offered in groups.values() for plugin in offered), key=lambda plugin: plugin.name)
     return plugins, troubles + _disabling_nothing(plugins)
 
 

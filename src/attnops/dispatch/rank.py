@@ -1,7 +1,7 @@
 """The order of implementations, in one table: each rank has a reason, which `attnops.explain` prints.
 
-Of the implementations that serve a call, `auto` runs the one whose ``rank(request)`` is first in `Rank`. Inside
-one rank a class with a forward for the platform, or the core's own, comes before a class of a plugin that inherits the
+Among the implementations that serve a call, `auto` runs the one whose ``rank(request)`` is first in `Rank`. Inside one
+rank a class with a forward for the platform, or the core's own, comes before a class of a plugin that inherits the
 native forward; then the higher ``priority`` wins, then the first name. See `attnops.dispatch.ranking`.
 """
 
@@ -73,7 +73,7 @@ class RankBetween:
 
     @property
     def name(self) -> str:
-        """Its name, of those of its neighbours."""
+        """Its name, from its neighbours' names."""
         return f"{self.better.name}–{self.worse.name}"
 
     @property

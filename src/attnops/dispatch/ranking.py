@@ -31,7 +31,7 @@ class Candidate:
         rank: its place in `auto`'s order; None where `auto` never picks it.
         priority: decides between implementations of equal rank.
         details: how the forward serves the request, see `attnops.BaseOperation.details`; empty with reasons.
-        source_use: of a request over a source, how the forward uses it; None for arrays.
+        source_use: how the forward uses the source of a request over one; None for arrays.
     """
 
     name: str
@@ -68,11 +68,11 @@ def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
     Raises:
         UnsupportedError: nothing can serve the request, with the reasons of all.
     """
-    found = list(all_candidates(request, metadata))
-    able = [c for c in found if c.serves and c.rank is not None]
+    candidates = list(all_candidates(request, metadata))
+    able = [c for c in candidates if c.serves and c.rank is not None]
     if not able:
-        reasons = [dataclasses.replace(r, argument=f"{c.name}: {r.argument}") for c in found for r in c.reasons]
-        problems = [f"{c.name} is {c.problem}" for c in found if c.problem]
+        reasons = [dataclasses.replace(r, argument=f"{c.name}: {r.argument}") for c in candidates for r in c.reasons]
+        problems = [f"{c.name} is {c.problem}" for c in candidates if c.problem]
         listed = "".join(f"\n  - {reason}" for reason in [*reasons, *problems])
         raise UnsupportedError(f"no installed implementation serves {request}:{listed}", reasons)
     return min(able, key=order)
@@ -109,7 +109,7 @@ def environment_keys(metadata: OperationMetadata, generation: int) -> tuple[Hash
     """What `pick` depends on in addition to request, metadata and installed plugins, as a part of a cache's key.
 
     Args:
-        metadata: of `auto`.
+        metadata: the metadata of `auto`.
         generation: `OperationRegistry.generation`.
     """
     return tuple(map(_environment_key, _operations(metadata, generation)))
@@ -125,14 +125,14 @@ def _environment_key(operation: BaseOperation) -> Hashable:
 @functools.lru_cache(maxsize=256)
 def _operations(metadata: OperationMetadata, generation: int) -> tuple[BaseOperation, ...]:
     """The operations that `auto` considers, those left out that can't be made: `pick` reports them."""
-    found = []
+    operations = []
     for _, cls in _considered():
         if cls is not None:
             try:
-                found.append(border.make(cls, metadata))
+                operations.append(border.make(cls, metadata))
             except BaseException as error:
                 pass_interrupt(error)
-    return tuple(found)
+    return tuple(operations)
 
 
 def ask(plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata) -> Candidate:

@@ -154,13 +154,13 @@ class OperationRegistry:
     def create(cls, impl_name: str, metadata: OperationMetadata | None = None) -> BaseOperation:
         """Create an operation by name. Imports the distributions that have it; for ``"auto"`` all that have operations.
 
-        Create operations outside of `jax.jit`: a plugin whose import makes a context of JAX, as
-        `attnops.kernels.TraceContext` does not, has functions that were traced before, or are being traced, traced and
+        Create operations outside of `jax.jit`: if a plugin's import makes a context of JAX (not
+        an `attnops.kernels.TraceContext`), functions that were traced before, or are being traced, are traced and
         compiled again.
 
         Args:
             impl_name: the operation's name, or a canonical name.
-            metadata: of the operation. None: all defaults.
+            metadata: the operation's metadata. None: all defaults.
 
         Raises:
             UnknownOperationError, AmbiguousOperationError, PluginError: see `get`; or the class's ``__init__`` failed.
@@ -257,13 +257,13 @@ def _overlap(cls: type[BaseOperation], other: type[BaseOperation]) -> bool:
 
 def served_platforms(cls: type[BaseOperation], base: type[BaseOperation] | None = None) -> frozenset[str]:
     """The platforms for which ``cls`` has a forward that ``base`` does not have; {"native"} for none."""
-    own = set()
+    served = set()
     for platform in PLATFORMS:
         forward = forward_for(cls, platform)
         method = getattr(cls, f"forward_{forward}")
         if forward != "native" and (base is None or method is not getattr(base, f"forward_{forward}")):
-            own.add(platform)
-    return frozenset(own or {"native"})
+            served.add(platform)
+    return frozenset(served or {"native"})
 
 
 def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOperation]:

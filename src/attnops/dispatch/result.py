@@ -19,10 +19,10 @@ def check_output(name: str, args: tuple[Aval, Aval, Aval], options: Container[st
     """``result`` unchanged, if it has the shapes and dtypes of the contract.
 
     Args:
-        name: of the implementation, for error messages.
+        name: the implementation's name, for error messages.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv], the forward's arguments.
         options: the names of the forward's options.
-        result: of the forward.
+        result: what the forward returned.
 
     Raises:
         TypeError: it is not an `OperationOutput`, lacks a field that was asked for, or has another shape or dtype.

@@ -96,7 +96,7 @@ class Source(abc.ABC):
         """Attention over what the bound source of a call holds, by the forward of this name.
 
         Args:
-            operation: it was decided on, and its forward has no reasons.
+            operation: the operation that was decided on; its forward has no reasons.
             forward: "native", "cpu", "gpu", "cuda", "rocm", "tpu" or "tt".
             call: what `bind` described; ``call.args[1]`` is ``self``.
 

@@ -26,7 +26,7 @@ def ragged(coverage: Array, axis: int, remainder: int) -> Array:
 
     Args:
         coverage: [B or 1, H or 1, …] of `attnops.masks.Coverage`, a numpy array or traced.
-        axis: of the tiles.
+        axis: the axis of the tiles.
         remainder: tokens in the last tile; 0 if it is complete.
     """
     if not remainder:
@@ -45,7 +45,7 @@ def merged(coverage: Array, axis: int, size: int) -> Array:
     Args:
         coverage: [B or 1, H or 1, …] of `attnops.masks.Coverage`, a numpy array or traced.
         axis: 0 or 1.
-        size: of the axis in the result; a divisor of the axis, unless that is smaller.
+        size: the size of the axis in the result; a divisor of the axis, unless that is smaller.
     """
     if coverage.shape[axis] <= size:
         return coverage

@@ -19,8 +19,8 @@ _VALUES: Final = jax.make_user_context(default_value=())
 class TraceContext(Generic[T]):
     """A value that holds in a ``with`` block, and that programs traced in it depend on.
 
-    `jax.jit` traces a function again where the value is another. Use it instead of ``jax.make_user_context``, which
-    has everything traced again that was traced, or is being traced, when the context is made.
+    `jax.jit` traces a function again where the value is another. Use it instead of ``jax.make_user_context``: when
+    such a context is made, JAX traces everything again that was traced or is being traced.
 
     ::
 
@@ -30,7 +30,7 @@ class TraceContext(Generic[T]):
             jax.jit(function)(x)  # reads TARGET.value while it is traced
 
     Args:
-        name: of the value, unique in the process: ``distribution:name``.
+        name: the value's name, unique in the process: ``distribution:name``.
         default: the value outside of such a block.
     """
 

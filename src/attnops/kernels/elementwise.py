@@ -1,7 +1,7 @@
 """Functions of scores split for kernels, which work on one tile of scores.
 
 A mask or a bias is an elementwise function of ``(b, h, q, kv)``. Values that depend on the query alone, the key alone
-or the head (segment ids, positions, slopes) are computed once a token, before the kernel: `Elementwise.values`. The
+or the head (segment ids, positions, slopes) are computed once per token, before the kernel: `Elementwise.values`. The
 equations that combine queries and keys are evaluated on a tile, by `Elementwise.apply` or by a kernel's translation of
 `Elementwise.equations`.
 """
@@ -69,7 +69,7 @@ class Elementwise:
     Attributes:
         values: for each value that is computed before the kernel, the axes that it depends on: a subset of `AXES`
             without q or without kv.
-        dtypes: of the values.
+        dtypes: the dtypes of the values.
         equations: evaluated on a tile, in order.
         result: the variable or literal of the result.
         primitives: names of the primitives that are evaluated for each score, and of those that can't be
@@ -128,7 +128,7 @@ class Elementwise:
             equations=tuple(map(in_32_bits, self.equations)), result=narrowed(self.result),
         )  # fmt: skip
 
-    # The arguments of a function of scores, and what a kernel gives in place of its arrays, a parameter each.
+    # The arguments of a function of scores, and those that a kernel gives in place of its arrays.
     def apply(
         self,
         scores: jax.Array | None,
@@ -175,7 +175,7 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
     """The names of the primitives that a caller's traced function evaluates for each score.
 
     Args:
-        function: of a mask or a bias, see `attnops.masks.functions.functions`, `attnops.biases.function_of`.
+        function: that of a mask or a bias, see `attnops.masks.functions.functions`, `attnops.biases.function_of`.
         arguments: its first arguments, `AXES` or `ARGUMENTS`.
     """
     if isinstance(function, Opaque) and function.program is None:
@@ -191,11 +191,11 @@ def split_program(
     """A program of scalars split into values by token and equations by score.
 
     Args:
-        program: of ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
-        names: of its first arguments, some of `ARGUMENTS` in their order.
+        program: takes ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
+        names: the names of its first arguments, some of `ARGUMENTS` in their order.
         leaves: shape and dtype of each leaf and constant; None where only primitives are asked for.
         n_given: the number of scalars of arrays of T × S elements, the program's last inputs.
-        by_row: whether numbers of keys that follow from values by row are computed on a tile, by integers only.
+        by_row: whether integers by key that follow from values by row are computed on a tile.
     """
     (result,) = program.results
     n = len(names)
@@ -247,7 +247,7 @@ def split_program(
 
 
 def _is_of_row(equation: Equation, axes: frozenset[str], given: Sequence[frozenset[str]]) -> bool:
-    """Whether an equation computes numbers of keys from cheap ones and from values by row, whose axes are ``given``."""
+    """Whether an equation computes integers by key from cheap values and values by row, whose axes are ``given``."""
     is_integer = all(jnp.issubdtype(x, jnp.integer) or x == jnp.bool_ for x in equation.dtypes)
     is_cheap = equation.primitive.name in _OF_ROW and equation.is_scalar and is_integer
     return is_cheap and "kv" in axes <= {"b", "kv"} and all(x <= {"b"} for x in given)

@@ -32,11 +32,11 @@ class FlashCall:
     """A call of flash attention, with the arguments of a forward: layout "BTHD", mask and bias bound.
 
     Attributes:
-        metadata: of the operation.
+        metadata: the operation's metadata.
         query: [B, T, H, D].
         key: [B, S, K, D]; over a cache its shape and dtype.
         value: [B, S, K, Dv]; over a cache its shape and dtype.
-        mask: of the call; None for none.
+        mask: a bound mask; None for none.
         bias: an array that broadcasts to [B, H, T, S], or an `attnops.biases.Bias`; None for none.
         softmax_scale: None for ``D ** -0.5``.
         logits_soft_cap: None for none.
@@ -92,7 +92,7 @@ class FlashCall:
 class FlashBackend(FlashKernel):
     """Flash attention in one kernel language: the steps of the skeleton and the passes of `FlashKernel`."""
 
-    # Head dims are padded to a multiple of it with zeros, which change no result.
+    # Head dims are padded with zeros, which change no result, to a multiple of this.
     head_dim_multiple: ClassVar[int] = 1
 
     def compute_dtype(self, call: FlashCall) -> DType | None:
@@ -156,7 +156,7 @@ def partial_vjp(
 
     Args:
         backend: the kernels.
-        call: of some of the keys.
+        call: a call over some of the keys.
         wants_bias: whether the gradient of the bias is computed.
         lse: over all keys, float32 [B, H, T].
         lse_residual: its rounding error, float32 [B, H, T].

@@ -17,8 +17,8 @@ def output_like(like: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Sh
 
     Args:
         like: an input; `equally_varying` makes all inputs vary over the same axes.
-        shape: of the output.
-        dtype: of the output.
+        shape: the shape of the output.
+        dtype: the dtype of the output.
     """
     aval: Aval = jax.typeof(like)
     if not hasattr(aval, "mat"):  # before JAX 0.10

@@ -50,8 +50,8 @@ def pad_to_multiple(
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, Dv].
-        multiple: of T and S, or a pair of multiples.
-        segments: of the mask, bound; None for none.
+        multiple: one for T and S, or a pair.
+        segments: the mask's segments, bound; None for none.
 
     Raises:
         ValueError: a multiple is not positive.
@@ -66,8 +66,8 @@ def pad_to_multiple(
     ids = (np.zeros((1, T), np.int32), np.zeros((1, S), np.int32))
     if segments is not None:
         ids = (segments.q_ids, segments.kv_ids)
-    own = _fresh(*ids)
-    q_ids, kv_ids = (_padded(x, more, own) for x, more in zip(ids, (more_q, more_kv), strict=True))
+    fresh = _fresh(*ids)
+    q_ids, kv_ids = (_padded(x, more, fresh) for x, more in zip(ids, (more_q, more_kv), strict=True))
     return Padded(_padded(query, more_q, 0), _padded(key, more_kv, 0), _padded(value, more_kv, 0),
                   Segments(q_ids, kv_ids))  # fmt: skip
 

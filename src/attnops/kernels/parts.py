@@ -57,8 +57,8 @@ def of_mask(mask: Mask, by_row: bool = False) -> MaskParts:
 
     Args:
         mask: bound.
-        by_row: for kernels whose tiles are of one row of the batch: numbers of keys that follow from values by row are
-            computed on a tile.
+        by_row: whether integers by key that follow from values by row are computed on a tile, for kernels in which a
+            tile is of one row of the batch.
     """
     leaves, tree = jax.tree.flatten(mask, is_leaf=_is_tiled)
     tiled = [isinstance(leaf, Dense) for leaf in leaves]
@@ -81,9 +81,9 @@ def _trace_mask(
     n = len(avals)
 
     def function(b: Index, h: Index, q: Index, kv: Index, *arrays: Leaf) -> PyTree:
-        own, given = iter(arrays[:n]), iter(arrays[n:])
-        parts = [_Given(next(given)) if is_tiled else next(own) for is_tiled in tiled]
-        return jax.tree.unflatten(tree, parts).allowed(b, h, q, kv)
+        plain, given = iter(arrays[:n]), iter(arrays[n:])
+        leaves = [_Given(next(given)) if is_tiled else next(plain) for is_tiled in tiled]
+        return jax.tree.unflatten(tree, leaves).allowed(b, h, q, kv)
 
     scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * sum(tiled)
     traced = trace(function, [*(INDEX,) * 4, *avals, *scores], CALLS | WITH_DERIVATIVES)
@@ -102,12 +102,12 @@ def _kept_mask(
 
 def _is_structural(mask: Mask) -> bool:
     """Whether masks with the structure of this one compute the same: whether it consists of the core's masks alone."""
-    is_own = type(mask).__module__.startswith("attnops.") and not isinstance(mask, MaskFn)
-    return is_own and all(_is_structural(x) for x in vars(mask).values() if isinstance(x, Mask))
+    is_of_core = type(mask).__module__.startswith("attnops.") and not isinstance(mask, MaskFn)
+    return is_of_core and all(_is_structural(x) for x in vars(mask).values() if isinstance(x, Mask))
 
 
 def of_bias(bias: Bias, by_row: bool = False) -> BiasParts:
-    """A bound bias split for kernels; ``by_row`` as of `of_mask`.
+    """A bound bias split for kernels; ``by_row`` as in `of_mask`.
 
     Traces it, unless it is a traced `attnops.biases.ScoreFn`.
     """

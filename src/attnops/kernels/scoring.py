@@ -88,15 +88,15 @@ def describe(
 
     Args:
         lengths: T and S.
-        mask: of the call.
-        bias: of the call.
+        mask: the call's mask, bound.
+        bias: the call's bias, bound.
         cap: the soft cap.
         dropout_prob: 0 for none.
         sinks: whether there are sinks.
         dropout_step: the factor by which dropout's hash multiplies the index of a key; 1 unless keys are strided.
         packed: whether the kernel receives the mask as bits instead of evaluating it.
-        by_row: for kernels whose tiles are of one row of the batch: numbers of keys that follow from values by row are
-            computed on a tile.
+        by_row: whether integers by key that follow from values by row are computed on a tile, for kernels in which a
+            tile is of one row of the batch.
     """
     bias = elementwise_bias(bias)
     table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)

@@ -50,7 +50,7 @@ def repair_empty_rows(output: OperationOutput, mask: Mask | None, key_length: in
     returns NaN for these rows, all its gradients are NaN, which can't be repaired outside the kernel.
 
     Args:
-        output: of the kernel, attention_outputs [B, T, H, Dv].
+        output: the kernel's output, attention_outputs [B, T, H, Dv].
         mask: bound; None for none. See `zero_unseen` for its memory.
         key_length: S.
     """

@@ -72,7 +72,7 @@ class FlashKernel(abc.ABC):
         Args:
             plan: static description of the call.
             wants_bias: whether the gradients of `bias_arrays` are computed.
-            operands: of the call.
+            operands: the call's operands.
             statistics: [B, H, T] each, from which the weights are recomputed.
             delta: [B, H, T] float32; the gradient of a score is ``weight · (d_out · value − delta)``.
             d_out: [B, T, H, Dv].
@@ -158,10 +158,10 @@ def contribution_gradients(
     """The gradients of `attnops.softmax.contribution`, from the logsumexp of all keys; runs no forward pass.
 
     Args:
-        kernel: of the operands.
+        kernel: the kernel that the operands are for.
         plan: static description of the call, for float32 gradients.
         wants_bias: whether the gradients of `FlashKernel.bias_arrays` are computed.
-        operands: of the call, without sinks, which belong to all keys together.
+        operands: the call's operands, without sinks, which belong to all keys together.
         lse: the logsumexp over all keys, float32 [B, H, T].
         lse_residual: its rounding error, float32 [B, H, T].
         d: the cotangents.

@@ -23,7 +23,7 @@ class Foldable(abc.ABC):
         """The same for a batch of ``n · B``, slices outermost.
 
         Args:
-            batched: of this class, with a bool for each array: whether its first axis is the mapped axis.
+            batched: an object of this class with a bool for each array: whether its first axis is the mapped axis.
             n: size of the mapped axis.
             B: batch of each slice.
         """

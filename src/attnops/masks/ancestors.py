@@ -47,12 +47,12 @@ class Ancestors(Mask):
 
     Parents that are traced are not checked: those outside this range are clamped to it.
 
-    A position here is the order in which tokens were appended, with a number for each drafted token: with `Mask.at`, of
-    ``q_positions`` only a row's first is read, which is its offset. It is not the position for a rotary embedding, of
-    a drafted token that of the last committed token plus its depth in the tree: apply that before the call. Windows
-    and biases that are combined with this mask use the order too.
+    A position here is the order in which tokens were appended, with a number for each drafted token: `Mask.at` reads
+    only a row's first of ``q_positions``, which is its offset. Rotary embeddings need another position for a drafted
+    token, that of the last committed token plus its depth in the tree: apply them before the call. Windows and biases
+    that are combined with this mask use the order too.
 
-    It takes O(T²) memory when bound, and O(T + S) in the call.
+    It needs O(T²) memory when bound, and O(T + S) in the call.
     """
 
     parents: Leaf
@@ -96,7 +96,7 @@ class Ancestors(Mask):
         return offset
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
-        """See `Mask.at`. Of ``q_positions`` only a row's first is read, the position of its drafted token 0."""
+        """See `Mask.at`. Only a row's first of ``q_positions`` is read, the position of its drafted token 0."""
         return at(self, q_positions, kv_positions)
 
     def with_offset(self, offset: Leaf) -> Ancestors:

@@ -46,7 +46,7 @@ class At(Mask):
         unit = mask.position_unit() if hasattr(mask, "position_unit") else None
         q, kv, moved = positions_as_int32(q, kv, S - T if offset is None else offset, T, unit)
         mask = mask.moved(moved) if moved else mask
-        if hasattr(mask, "bind_at"):  # it does not take each query's position for its index
+        if hasattr(mask, "bind_at"):  # it reads positions in its own way
             bound: Mask = mask.bind_at(B, H, T, S, q, kv)
             return bound
         if isinstance(q, np.ndarray) and isinstance(kv, np.ndarray):
@@ -72,7 +72,7 @@ class At(Mask):
         return allowed(b, h, q, kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        # From the lowest and highest position of each tile: what holds for all numbers between holds for its positions.
+        # From a tile's lowest and highest position: what holds for all numbers in between holds for its positions.
         q, kv = (grid.q_first, grid.q_last), (grid.kv_first, grid.kv_last)
         if self.q_positions is not None:
             q = grid.q_extent(self.q_positions)
@@ -102,7 +102,7 @@ def at(mask: Mask, q_positions: Array | None, kv_positions: Array | None) -> Mas
 
 
 def _check_window(name: str, limit: Leaf, distance: int) -> None:
-    """Raise a `ValueError` where a window, of `LARGEST` and more, is no limit though positions are farther apart."""
+    """Raise a `ValueError` if a window of at least `LARGEST`, taken for no limit, is below ``distance``."""
     if isinstance(limit, (int, np.ndarray, np.generic)):
         wide = [int(x) for x in np.asarray(limit).reshape(-1) if LARGEST <= x < distance]
         if wide:
@@ -113,7 +113,7 @@ def _check_window(name: str, limit: Leaf, distance: int) -> None:
 
 
 def token_array(name: str, values: Leaf, B: int, length: int) -> Array:
-    """One value a token as [1, length] or [B, length]; lists become numpy arrays.
+    """One value per token as [1, length] or [B, length]; lists become numpy arrays.
 
     Raises:
         ValueError: the shape is none of [length], [1, length] and [B, length].

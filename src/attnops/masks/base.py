@@ -42,9 +42,9 @@ class Mask(abc.ABC):
     # The dimensions of each field that may hold an array, once bound: letters of "bhts", each of that size or 1, by
     # which the arrays are sliced for a shard of the call. None: the mask depends on b and h in some other way.
     axes: ClassVar[Mapping[str, str] | None] = None
-    # The fields among them whose numbers `as_data` leaves static.
+    # The fields of ``axes`` whose numbers `as_data` leaves static.
     fixed: ClassVar[frozenset[str]] = frozenset()
-    # By field that holds a mask, the letters of the dimensions that its arrays share with the call; all where missing.
+    # By field that holds a mask, the dimensions that its arrays share with the call; fields that are missing share all.
     inner_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Whether it only occurs within bound masks, so that `attnops.Limits` can't name it.
     is_internal: ClassVar[bool] = False
@@ -64,7 +64,7 @@ class Mask(abc.ABC):
 
     @abc.abstractmethod
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        """What is certain of each tile of a grid, by interval arithmetic, O(1) a tile. The mask must be bound."""
+        """What is certain of each tile of a grid, by interval arithmetic, O(1) per tile. The mask must be bound."""
 
     @abc.abstractmethod
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ class Mask(abc.ABC):
         return split(self)
 
     def show(self, T: int, S: int | None = None, *, b: int = 0, h: int = 0) -> str:
-        """A picture in text, a row a query: ``█`` sees the key, ``·`` does not.
+        """A picture in text, one row per query: ``█`` sees the key, ``·`` does not.
 
         Args:
             T: queries.

@@ -23,8 +23,8 @@ class BlockMap:
     Attributes:
         coverage: the `Coverage` of each tile as int8 [B or 1, H or 1, tiles of q, tiles of kv]; numpy where the mask is
             known when tracing, else a JAX array.
-        block_q: queries a tile; the last may be shorter.
-        block_k: keys a tile; the last may be shorter.
+        block_q: queries per tile; the last may be shorter.
+        block_k: keys per tile; the last may be shorter.
     """
 
     coverage: Array
@@ -51,8 +51,8 @@ def block_map(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int,
     Args:
         mask: bound or not; None for one that allows all.
         shape: (B, H, T, S).
-        block_q: queries a tile.
-        block_k: keys a tile.
+        block_q: queries per tile.
+        block_k: keys per tile.
 
     Returns:
         A map of O(T · S / (block_q · block_k)) bytes, times B or H where the mask varies by them.

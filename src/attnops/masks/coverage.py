@@ -23,7 +23,7 @@ class Coverage(enum.IntEnum):
 
 
 class CoverageBounds(NamedTuple):
-    """What is certain of the `Coverage` of each tile of a grid: three-valued logic as two booleans a tile.
+    """What is certain of the `Coverage` of each tile of a grid: three-valued logic as two booleans per tile.
 
     Both arrays broadcast to [B, H, tiles of q, tiles of kv].
 

@@ -58,7 +58,7 @@ def clip_limit(value: int) -> int:
 def clip_offset(value: Leaf) -> Leaf:
     """An offset, an int or int32, clipped so that adding an index does not overflow int32.
 
-    Limits are adapted to what is clipped of a known offset, see `excess`; a traced one is taken to be the clipped.
+    What is clipped of a known offset is added to limits instead, see `excess`; of a traced offset it is lost.
     """
     if isinstance(value, int):
         return max(-_FARTHEST_OFFSET, min(value, _FARTHEST_OFFSET))
@@ -96,7 +96,7 @@ def positions_as_int32(q: Leaf, kv: Leaf, offset: Leaf, length: int, unit: int |
     Args:
         q: queries' positions, integers [1 or B, T]; None for ``offset + i``.
         kv: keys' positions, integers [1 or B, S]; None for ``j``.
-        offset: of queries without positions, an int or an integer array.
+        offset: the offset of queries without positions, an int or an integer array.
         length: T.
         unit: positions may be moved by multiples of this number; None where the mask depends on their values.
 

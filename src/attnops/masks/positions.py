@@ -74,7 +74,7 @@ class _Positional(Mask):
         return type(self)(**numbers)
 
     def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
-        """The limits that mean with `clip_offset` of an offset, known when tracing, what these mean with the offset."""
+        """The limits that mean the same with the clipped offset as these with the offset, known when tracing."""
         return {}
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
@@ -290,7 +290,7 @@ class Chunked(_Positional):
         · · █ █
 
     Attributes:
-        size: positions a chunk, an int >= 1 or an integer array [B or 1, H or 1].
+        size: positions per chunk, an int >= 1 or an integer array [B or 1, H or 1].
         offset: the position of query 0 among the keys, an int or an integer array [B or 1, H or 1]; None for S − T.
     """
 
@@ -311,7 +311,7 @@ class Chunked(_Positional):
         return isinstance(self.offset, int) and self.offset == 0
 
     def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
-        # With smaller chunks no query at a far offset shares one with a key.
+        # With smaller chunks, no query at a far offset shares a chunk with a key.
         size = int(np.max(self.size)) if isinstance(self.size, (int, np.ndarray, np.generic)) else 0
         if size > FAR and np.max(excess(offset)) > 0:
             raise ValueError(

@@ -176,9 +176,9 @@ def _split(mask: Mask) -> tuple[Limits, Mask | None, Mask | None]:
     segments: Mask | None = None
     rest: Mask | None = None
     for part in _conjuncts(mask):
-        own = _limits(part)
-        if own is not None:
-            band = _intersection(band, own)
+        limits = _limits(part)
+        if limits is not None:
+            band = _intersection(band, limits)
         elif part.has_segments and segments is None:
             segments = part
         else:
@@ -236,8 +236,8 @@ def _limits(mask: Mask) -> Limits | None:
             a, b = _limits(left), _limits(right)
             return None if a is None or b is None else _union(a, b)
         case Not(mask=inner):
-            own = _limits(inner)
-            return None if own is None else _complement(own)
+            limits = _limits(inner)
+            return None if limits is None else _complement(limits)
         case _:
             return None
 

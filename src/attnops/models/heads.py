@@ -41,7 +41,7 @@ def repeat_kv_heads(k: jax.Array, v: jax.Array, num_reps: int) -> tuple[jax.Arra
 def repeat_kv_bsnh(x: jax.Array, n_rep: int) -> jax.Array:
     """Repeat each head of ``x [B, S, K, D]`` ``n_rep`` times: ``[B, S, K * n_rep, D]``; head h is x's ``h // n_rep``.
 
-    Dtype unchanged; ``n_rep == 1`` returns x itself, else the result takes ``n_rep`` times x's memory.
+    Dtype unchanged; ``n_rep == 1`` returns x itself, else the result needs ``n_rep`` times x's memory.
     Raises ValueError unless x has rank 4 and ``n_rep`` is a (static) integer >= 1.
     """
     _require_rank_4(x, "x", "BSKD")

@@ -6,7 +6,7 @@ names, and recomputes everything else by running its forward again:
 
 - ``nothing_saveable`` keeps the layer's input only. The forward runs twice, including attention, which is quadratic in
   the length and the most expensive part at long lengths.
-- ``save_attention`` also keeps the tagged output and logsumexp: ``B * T * H * (Dv * itemsize + 8)`` bytes a layer,
+- ``save_attention`` also keeps the tagged output and logsumexp: ``B * T * H * (Dv * itemsize + 8)`` bytes per layer,
   linear in the length. Projections and norms run twice (cheap, linear), the attention kernel once. The usual choice.
 - ``dots_saveable`` keeps the result of every matmul. With a fused kernel that is every projection: memory of several
   times the input, little recompute. With an unfused attention it keeps the `[B, H, T, S]` scores: quadratic memory.

@@ -44,8 +44,8 @@ class VanillaAttention(OperationImpl):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | RankBetween | None:
-        own = super().rank(request)
-        return Rank.REFERENCE if own is Rank.NATIVE else own  # else a plugin's kernel, in a subclass
+        inherited = super().rank(request)
+        return Rank.REFERENCE if inherited is Rank.NATIVE else inherited  # else a plugin's kernel, in a subclass
 
     def forward_native(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[AttentionOptions]

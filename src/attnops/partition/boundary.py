@@ -87,13 +87,13 @@ def find_boundary(
     """How a call is sharded; None without a mesh, or where it shards nothing.
 
     A forward can't compute with arrays whose types name mesh axes, so that with explicit axes there is always a
-    boundary. Axes that the rules don't name shard batch and heads as they do those of the query, where its type or,
-    outside of `jax.jit`, its placement says so.
+    boundary. Mesh axes that the rules don't name shard batch and heads if they shard the query's, by its type or,
+    outside of `jax.jit`, by its placement.
 
     Args:
         mesh: the metadata's; None for the current mesh, or else that of the arrays.
         rules: the metadata's.
-        request: of the call.
+        request: the description of the call.
         arrays: the call's, query [B, T, H, D] first.
 
     Raises:
@@ -112,22 +112,22 @@ def find_boundary(
         return None
 
     dividing = functools.partial(dividing_axes, chosen, frozenset(free))
-    of = functools.partial(rule_axes, rules, request.mode)
+    axes_of = functools.partial(rule_axes, rules, request.mode)
     # In one spec: mesh axes that shard the batch do not shard heads.
     spec = rules.spec([BATCH, HEAD], mode=request.mode)
     batch, heads = dividing(spec[0], request.batch), dividing(spec[1], request.heads)
     kv_heads = dividing(rules.spec([BATCH, KV_HEAD], mode=request.mode)[1], request.kv_heads)
-    known = {name for axis in (BATCH, HEAD, KV_HEAD, QUERY_LENGTH, KV_LENGTH) for name in of(axis)}
+    known = {name for axis in (BATCH, HEAD, KV_HEAD, QUERY_LENGTH, KV_LENGTH) for name in axes_of(axis)}
     if arrays:
         entries = (placed_entry(arrays[0], axis, chosen) for axis in (0, 2))
-        of_batch, of_heads = (tuple(name for name in entry if name not in known) for entry in entries)
-        batch = batch or dividing(of_batch, request.batch)
+        for_batch, for_heads = (tuple(name for name in entry if name not in known) for entry in entries)
+        batch = batch or dividing(for_batch, request.batch)
         if heads is None:
-            heads, kv_heads = dividing(of_heads, request.heads), dividing(of_heads, request.kv_heads)
+            heads, kv_heads = dividing(for_heads, request.heads), dividing(for_heads, request.kv_heads)
     used = get_names_from_partition_spec((batch, heads))
     lengths = (
-        tuple(name for name in of(QUERY_LENGTH) if free.get(name, 1) > 1 and name not in used) or None,
-        tuple(name for name in of(KV_LENGTH) if free.get(name, 1) > 1 and name not in used) or None,
+        tuple(name for name in axes_of(QUERY_LENGTH) if free.get(name, 1) > 1 and name not in used) or None,
+        tuple(name for name in axes_of(KV_LENGTH) if free.get(name, 1) > 1 and name not in used) or None,
     )
     if (batch, heads, *lengths) == (None, None, None, None) and not is_explicit and not is_one_device:
         return None  # no rule names an axis of this mesh, or none divides: left to the compiler
@@ -138,7 +138,7 @@ def find_boundary(
         heads=heads,
         kv_heads=kv_heads if kv_heads == heads else None,
         lengths=lengths,
-        results=result_specs(dividing, of, request, batch, heads) if is_explicit else {},
+        results=result_specs(dividing, axes_of, request, batch, heads) if is_explicit else {},
     )
 
 
@@ -151,7 +151,7 @@ def unnamed_axes(
         mesh: the metadata's; None for the current mesh, or else that of the arrays.
         rules: the metadata's.
         mode: the runtime mode.
-        boundary: of the call.
+        boundary: how the call is sharded; None if it is not.
         arrays: the call's, query [B, T, H, D] first.
     """
     ambient = jax.sharding.get_abstract_mesh()
@@ -166,7 +166,7 @@ def unnamed_axes(
 
 
 def dividing_axes(mesh: MeshLike, free: frozenset[str], wanted: MeshAxes, size: int) -> Entry:
-    """Of the mesh axes that a rule gives a dimension, those that are free and divide its size."""
+    """The mesh axes, among those that a rule gives a dimension, that are free and divide its size."""
     names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
     return correct_spec(PartitionSpec(names), (size,), mesh)[0] if names else None  # type: ignore[no-any-return]
 
@@ -177,14 +177,14 @@ def rule_axes(rules: AxisRules, mode: str, axis: str) -> list[str]:
 
 
 def result_specs(
-    dividing: Callable[[Leaf, int], Entry], of: Callable[[str], list[str]], request: AttentionRequest, batch: Entry,
-    heads: Entry,
+    dividing: Callable[[Leaf, int], Entry], axes_of: Callable[[str], list[str]], request: AttentionRequest,
+    batch: Entry, heads: Entry,
 ) -> dict[str, PartitionSpec]:  # fmt: skip
     """The specs of a call's results, equal to those of `attnops.sharding.AttentionShardings`."""
     used = get_names_from_partition_spec((batch, heads))
 
     def entry(axis: str, size: int) -> Entry:
-        names = dividing(tuple(name for name in of(axis) if name not in used), size)
+        names = dividing(tuple(name for name in axes_of(axis) if name not in used), size)
         used.extend(get_names_from_partition_spec((names,)))
         return names
 

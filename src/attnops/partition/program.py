@@ -1,4 +1,4 @@
-"""Compiled programs of calls under a mesh, shared by calls that differ in their arrays only."""
+"""Compiled programs of calls under a mesh, shared by calls that differ only in their arrays."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ShardedProgram:
 
     Attributes:
         local: the computation of one device.
-        in_specs: of its operands.
-        out_specs: of the wanted fields.
+        in_specs: the specs of its operands.
+        out_specs: the specs of the wanted fields.
         check_vma: whether `jax.shard_map` checks over which axes results vary.
         where: the mesh, or the axes of the current mesh.
         key: None for a program that must not be cached.
@@ -85,20 +85,20 @@ def program_key(
     where: Mapping[str, Any],
     static: tuple[Hashable, ...],
 ) -> Hashable | None:
-    """The cache key of a program, without arrays or functions of the caller's; None where it would hold one.
+    """The cache key of a program; None if it would hold an array or a function of the caller's.
 
     Args:
-        key: all that the forward depends on other than its arguments.
-        boundary: of the call.
+        key: all that the forward depends on besides its arguments.
+        boundary: how the call is sharded.
         template: the call's arguments without its operands.
-        options: of the call.
+        options: the call's options.
         where: the arguments that name the mesh.
         static: what else the computation of one device depends on.
     """
     if holds_function(options.get("mask")) or holds_function(options.get("bias")):
         return None
-    own = [option for name, option in options.items() if name not in CONTRACT]
-    if not jax.tree_util.all_leaves(own):
+    other_options = [option for name, option in options.items() if name not in CONTRACT]
+    if not jax.tree_util.all_leaves(other_options):
         return None  # the structure of an operation's own option may hold anything
     if template.key is None:
         return None

@@ -1,7 +1,7 @@
 """A forward under a mesh: one `jax.shard_map` over batch and heads, in which every device runs its shard of the call.
 
 The compiler can't partition kernels, which are opaque to it. The specs of query and key determine those of masks,
-biases, sinks, dropout and outputs. A call that differs from an earlier one in its arrays only reuses that call's
+biases, sinks, dropout and outputs. A call that differs from an earlier one only in its arrays reuses that call's
 compiled program, also outside `jax.jit`.
 """
 
@@ -53,9 +53,9 @@ def run_sharded(
         is_interpreted: whether kernels are interpreted; Pallas's interpreter fails `jax.shard_map`'s check of what
             varies over devices.
         option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
-        key: all that ``function`` depends on other than its arguments: with equal keys calls share a compiled program.
-            None: compiled for this call only, as is a call whose options hold a function, or numpy arrays that are
-            known when tracing.
+        key: all that ``function`` depends on besides its arguments: calls with equal keys share a compiled program.
+            None: the program is compiled for this call only, as it is if options hold a function, or numpy arrays that
+            are known when tracing.
 
     Raises:
         UnsupportedError: other options have arrays that ``option_axes`` does not name.
@@ -94,7 +94,7 @@ class _ShardForward:
         template: the call's arguments without its operands.
         wanted: the fields of the output that the call asks for.
         batch, heads, kv_heads: the mesh axes that shard them.
-        group: query heads a kv head, in the whole call.
+        group: query heads per kv head, in the whole call.
         by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
     """
 
@@ -128,8 +128,8 @@ class _ShardForward:
 
 
 def by_kv_head(options: Options, option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    own = ((name, own_axis(name, option_axes)) for name in options if name not in CONTRACT)
-    return tuple((name, axis) for name, axis in own if axis is not None)
+    axes = ((name, own_axis(name, option_axes)) for name in options if name not in CONTRACT)
+    return tuple((name, axis) for name, axis in axes if axis is not None)
 
 
 def run_unsharded(
@@ -203,9 +203,9 @@ def kv_heads_of(x: jax.Array, shard: Shard, group: int, axis: int = 2) -> jax.Ar
 
     Args:
         x: keys or values [B, S, K, d], or an array that has K along another axis.
-        shard: of the device.
-        group: query heads a kv head, in the whole call.
-        axis: of kv heads.
+        shard: the device's shard.
+        group: query heads per kv head, in the whole call.
+        axis: the axis of kv heads.
     """
     first, count = shard.h // group, max(1, shard.heads // group)
     if shard.heads % group == 0 or group % shard.heads == 0:

@@ -20,7 +20,7 @@ def control_flow(name: str, params: dict[str, JaxprLike], inputs: Sequence[jax.A
     """The results of a ``cond``, ``while`` or ``scan``, whose bodies are traced again.
 
     Args:
-        name: of the primitive.
+        name: the name of the primitive.
         params: its parameters.
         inputs: arrays that vary over the same mesh axes.
     """

@@ -30,7 +30,7 @@ class _Value(NamedTuple):
     """A variable on arrays.
 
     Attributes:
-        array: of the variable's shape; if it varies, preceded by the arguments' shape, each dimension 1 or all.
+        array: has the variable's shape; if it varies, preceded by the arguments' shape, each dimension 1 or all.
         varies: whether it has a value for each element of the arguments.
     """
 
@@ -42,7 +42,7 @@ def evaluate(program: Program, arguments: Sequence[Leaf], data: Sequence[Leaf]) 
     """The result of a program of scalars, elementwise.
 
     Args:
-        program: of one result.
+        program: has one result.
         arguments: arrays that broadcast with one another, in the dtypes of its first inputs.
         data: the other inputs and the constants; arrays that all elements share.
 

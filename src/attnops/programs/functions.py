@@ -26,7 +26,7 @@ class Bound(NamedTuple):
     """A function as a program.
 
     Attributes:
-        program: of the indices (and scores), followed by the data.
+        program: takes the indices (and scores), followed by the data.
         data: the function's arguments and the arrays that it closes over.
     """
 
@@ -59,9 +59,9 @@ def bind_function(
 
     Args:
         fn: ``fn(*scalars, *args)``; traced once, unless it is opaque.
-        avals: of the scalars.
+        avals: the abstract values of the scalars.
         args: a tuple of pytrees of arrays, see `as_data`.
-        dtype: of the result.
+        dtype: the dtype of the result.
         calls: names of the calls that are inlined.
     """
     if isinstance(fn, Opaque):

@@ -62,11 +62,11 @@ class Equation:
     Attributes:
         primitive: JAX's primitive.
         params: its parameters; empty if there is a rule.
-        key: by which the parameters are compared.
+        key: a key by which the parameters are compared.
         inputs: indices of variables, and literals.
         outputs: indices of variables.
-        shapes: of inputs and outputs.
-        dtypes: of outputs.
+        shapes: the shapes of inputs and outputs.
+        dtypes: the dtypes of outputs.
         rule: the programs of a `jax.custom_jvp` function; None for other primitives, or if it has none.
         is_closed: whether the derivative of a `jax.custom_jvp` function closes over an argument or an index, so that it
             can't be differentiated when it is evaluated again.
@@ -154,8 +154,8 @@ class Rule(NamedTuple):
     """The programs of a `jax.custom_jvp` function.
 
     Attributes:
-        value: of its inputs.
-        derivative: of its inputs and the tangents of floating-point inputs, to the tangents of the results.
+        value: from its inputs to the results.
+        derivative: from its inputs and the tangents of floating-point inputs to the tangents of the results.
     """
 
     value: Program
@@ -235,7 +235,7 @@ def narrowed(x: Atom) -> Atom:
 
 
 def narrow(dtype: DType) -> DType:
-    """The dtype that JAX gives where x64 is off."""
+    """The dtype that JAX uses in place of this one if x64 is off."""
     known = np.dtype(dtype)
     return np.dtype(f"{known.kind}4") if known.kind in "iuf" and known.itemsize == 8 else dtype
 

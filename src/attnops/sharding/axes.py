@@ -40,7 +40,7 @@ class DynamicShardingAxes(NamedTuple):
     """The semantic axes of an array's dimensions, and the runtime mode whose rules apply.
 
     Attributes:
-        axes: one a dimension; a sequence where it has several, None or `EMPTY` where it has none.
+        axes: one per dimension; a sequence if a dimension has several, None or `EMPTY` if it has none.
         mode: a runtime mode; or the dimension that determines it: decode if its length is 1, else train.
     """
 

@@ -51,7 +51,7 @@ class AttentionShardings:
 
     @property
     def scores(self) -> PartitionSpec:
-        """[B, H, T, S]: of biases, array masks and weights; see `fit` for dimensions of 1.
+        """[B, H, T, S], for biases, array masks and weights; see `fit` for dimensions of 1.
 
         Mesh axes that shard the queries do not shard the keys.
         """

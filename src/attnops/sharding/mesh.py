@@ -29,11 +29,11 @@ def create_mesh(
         axis_dims: devices along each axis; one may be −1, which is computed from the number of devices.
         axis_names: the axes' names.
         backend: a platform such as ``"tpu"``; empty for JAX's default.
-        axis_types: of each axis, `jax.sharding.AxisType`; None for automatic ones.
-        devices: of the mesh; None for all of the backend's, in all processes.
+        axis_types: the `jax.sharding.AxisType` of each axis; None for automatic ones.
+        devices: the devices of the mesh; None for all of the backend's, in all processes.
 
     Raises:
-        ValueError: the product of the dimensions is not the number of devices, or there is not one name a dimension.
+        ValueError: the product of the dimensions is not the number of devices, or there is not one name per dimension.
     """
     if devices is None:
         devices = jax.devices(backend) if backend else jax.devices()
@@ -82,8 +82,8 @@ def names_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 def entry_of(names: Iterable[str]) -> str | tuple[str, ...] | None:
     """The entry of a spec for a dimension that these mesh axes shard."""
-    found = tuple(names)
-    return None if not found else found[0] if len(found) == 1 else found
+    axes = tuple(names)
+    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def manual_axes() -> frozenset[str]:

@@ -36,7 +36,7 @@ def mesh_of_types(arrays: Iterable[Leaf]) -> MeshLike | None:
 
 
 def mesh_of_inputs(arrays: Iterable[Leaf]) -> MeshLike | None:
-    """The mesh without explicit axes that arrays under `jax.jit` are on, though not by which axes; None for no mesh."""
+    """The mesh that arrays under `jax.jit` are on; without explicit axes, their types don't say which axes shard."""
     for x in arrays:
         if isinstance(x, jax.core.Tracer) and concrete(x) is None:
             mesh: MeshLike = jax.typeof(x).sharding.mesh
@@ -46,7 +46,7 @@ def mesh_of_inputs(arrays: Iterable[Leaf]) -> MeshLike | None:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """An array on every device, where its type names explicit axes, whose parts are not indexed by others."""
+    """An array, replicated if its type names explicit axes: JAX does not index a shard by another's indices."""
     mesh = mesh_of_types([x])
     return x if mesh is None else placed(x, PartitionSpec(), mesh)
 
@@ -87,8 +87,8 @@ def own_entry(x: Leaf, axis: int) -> tuple[str, ...]:
 
 def placed_entry(x: Leaf, axis: int, mesh: MeshLike) -> tuple[str, ...]:
     """The axes of a mesh that shard a dimension: by the array's type, else by its placement."""
-    if found := own_entry(x, axis):
-        return found
+    if names := own_entry(x, axis):
+        return names
     array = concrete(x)
     if array is None or array.shape != x.shape or not isinstance(sharding := array.sharding, NamedSharding):
         return ()

@@ -41,21 +41,21 @@ class AxisRules:
     but its keys can.
 
     Attributes:
-        batch: of `BATCH`.
-        length: of `LENGTH`.
-        query_length: of `QUERY_LENGTH`.
-        kv_length: of `KV_LENGTH`.
-        head: of `HEAD`.
-        kv_head: of `KV_HEAD`.
-        head_dim: of `HEAD_DIM` and `KV_HEAD_DIM`.
-        bias_head_seq: of `BIAS_HEAD_SEQ`.
-        bias_kv_seq: of `BIAS_KV_SEQ`.
-        embed: of `EMBED`.
-        mlp_intermediate: of `MLP_INTERMEDIATE`.
-        vocab: of `VOCAB`.
-        expert: of `EXPERT`.
-        expert_gate: of `EXPERT_GATE`.
-        dp, fsdp, tp, ep, sp: of the kinds of parallelism.
+        batch: the rule of `BATCH`.
+        length: the rule of `LENGTH`.
+        query_length: the rule of `QUERY_LENGTH`.
+        kv_length: the rule of `KV_LENGTH`.
+        head: the rule of `HEAD`.
+        kv_head: the rule of `KV_HEAD`.
+        head_dim: the rule of `HEAD_DIM` and `KV_HEAD_DIM`.
+        bias_head_seq: the rule of `BIAS_HEAD_SEQ`.
+        bias_kv_seq: the rule of `BIAS_KV_SEQ`.
+        embed: the rule of `EMBED`.
+        mlp_intermediate: the rule of `MLP_INTERMEDIATE`.
+        vocab: the rule of `VOCAB`.
+        expert: the rule of `EXPERT`.
+        expert_gate: the rule of `EXPERT_GATE`.
+        dp, fsdp, tp, ep, sp: the rules of the kinds of parallelism.
         decode: (semantic axis, rule) pairs for the modes decode and insert; a mapping is converted to its items.
     """
 

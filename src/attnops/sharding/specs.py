@@ -19,7 +19,7 @@ def correct_spec(spec: PartitionSpec, shape: Sequence[int], mesh: MeshLike) -> P
     """``spec`` without the axes that ``mesh`` does not have or that do not divide ``shape``.
 
     Args:
-        spec: one entry a dimension (an axis name, a tuple of them, or None); may be shorter than ``shape``.
+        spec: one entry per dimension (an axis name, a tuple of them, or None); may be shorter than ``shape``.
         shape: the array's shape.
         mesh: the mesh to correct for.
 

@@ -1,4 +1,4 @@
-"""Attention of other frameworks by attnops' operations, in the frameworks' own conventions: a module a framework."""
+"""Attention of other frameworks by attnops' operations, in the frameworks' conventions: one module per framework."""
 
 from attnops_adapters._version import __version__
 

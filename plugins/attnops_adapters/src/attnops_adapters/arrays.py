@@ -1,4 +1,4 @@
-"""Arrays in the shapes and dtypes of other frameworks, as attnops' operations take them."""
+"""Arrays of other frameworks in the shapes and dtypes of attnops' operations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def flattened(x: jax.Array, kept: int) -> jax.Array:
 
 
 def flattened_scores(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """What broadcasts to [*batch, H, T, S] as an array [1 or prod(batch), 1 or H, 1 or T, 1 or S].
+    """An array that broadcasts to [*batch, H, T, S], as [1 or prod(batch), 1 or H, 1 or T, 1 or S].
 
     Raises:
         ValueError: it has more dimensions, or its batch does not broadcast.
@@ -46,10 +46,10 @@ def flattened_scores(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Arr
             f" queries, keys], of {rank}, with the query's batch {batch}"
         )
     x = x.reshape((1,) * (rank - x.ndim) + x.shape)
-    own = x.shape[: len(batch)]
-    if all(size == 1 for size in own):
+    lead = x.shape[: len(batch)]
+    if all(size == 1 for size in lead):
         return x.reshape(1, *x.shape[-3:])
-    if any(size not in (1, whole) for size, whole in zip(own, batch, strict=True)):
+    if any(size not in (1, whole) for size, whole in zip(lead, batch, strict=True)):
         raise ValueError(f"{name} has shape {x.shape}, whose first dimensions must be 1 or the query's batch {batch}")
     return flattened(jnp.broadcast_to(x, (*batch, *x.shape[-3:])), 3)
 
@@ -57,11 +57,11 @@ def flattened_scores(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Arr
 def mapped_over_heads(
     attend: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array, scores: dict[str, jax.Array]
 ) -> jax.Array:
-    """Attention, each row of the batch and each query head in a call of its own under `jax.vmap`.
+    """Attention with a separate call, under `jax.vmap`, for each row of the batch and each query head.
 
     Args:
-        attend: of query [1, T, 1, D], key [1, S, 1, D], value [1, S, 1, Dv], and of the slices [1, 1, T, S] of
-            ``scores``; its result is [1, T, 1, Dv].
+        attend: takes query [1, T, 1, D], key [1, S, 1, D], value [1, S, 1, Dv], and the slices [1, 1, T, S] of
+            ``scores``; returns [1, T, 1, Dv].
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, Dv].
@@ -82,7 +82,7 @@ def mapped_over_heads(
         return x.reshape(b, *((1, 1) if h == 1 else (K, H // K)), *lengths)
 
     grouped = {name: split(x) for name, x in scores.items()}
-    # An axis of size 1 is the same for all slices: it is taken off, and not mapped over.
+    # An axis of size 1 is the same for all slices: it is removed, and not mapped over.
     axes = {name: [None if size == 1 else 0 for size in x.shape[:3]] for name, x in grouped.items()}
     kept = {name: x.squeeze(tuple(i for i in range(3) if x.shape[i] == 1)) for name, x in grouped.items()}
 

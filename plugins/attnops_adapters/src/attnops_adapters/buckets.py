@@ -11,12 +11,12 @@ from attnops.masks import And, Causal, KeyPadding, Lengths, Mask
 from attnops.masks.pytree import replaced
 from attnops.typing import Leaf
 
-# More keys than queries are a cache's, which grows: by the least number at once.
+# With T ≠ S the keys are those of a growing cache, which are padded to at least so many.
 _CACHE = 64
 
 
 def bucket(length: int) -> int:
-    """What a length is padded to: a power of 2 up to 64, a multiple of 64 up to 512, then an eighth more at most."""
+    """The padded length: a power of 2 up to 64, a multiple of 64 up to 512, beyond that at most an eighth more."""
     if length <= 64:
         return 1 << (length - 1).bit_length()
     step = max(64, 1 << ((length - 1).bit_length() - 4))
@@ -31,7 +31,7 @@ def bucket_lengths(T: int, S: int) -> tuple[int, int]:
 def pad_mask(mask: Mask, B: int, H: int, T: int, S: int) -> Mask:
     """A mask of scores [B, H, T, S] for `bucket_lengths`, in which no query sees a key of the padding.
 
-    What differs from one token to the next, offsets among it, are arrays: masks of one structure share programs.
+    Numbers that differ from token to token, such as offsets, become arrays: masks of one structure share programs.
     """
     bound, lengths = mask.bind(B, H, T, S), bucket_lengths(T, S)
     padded = _padded(bound, (T, S), lengths)
@@ -41,7 +41,7 @@ def pad_mask(mask: Mask, B: int, H: int, T: int, S: int) -> Mask:
 
 
 def _hides_padding(mask: Mask, T: int, S: int) -> bool:
-    """Whether no one of T queries sees keys from S on, where `_padded` adds them."""
+    """Whether a padded mask of T queries already hides all keys from S on."""
     match mask:
         case And():
             return _hides_padding(mask.left, T, S) or _hides_padding(mask.right, T, S)
@@ -51,7 +51,7 @@ def _hides_padding(mask: Mask, T: int, S: int) -> bool:
 
 
 def _padded(mask: Mask, lengths: tuple[int, int], wanted: tuple[int, int]) -> Mask:
-    """A bound mask with its arrays of tokens padded, by False or the last token's, and offsets as arrays."""
+    """A bound mask with its arrays of tokens padded, by False or the last token's value, and offsets as arrays."""
     changes: dict[str, Leaf] = {}
     for field in dataclasses.fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, field.name)

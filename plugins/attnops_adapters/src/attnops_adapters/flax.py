@@ -50,11 +50,11 @@ __all__ = ["AttentionFn", "attention_fn"]
 
 
 def attention_fn(operation: str = "auto", *, mask: Mask | None = None, **metadata: Any) -> AttentionFn:
-    """What `flax.linen` and `flax.nnx` take as ``attention_fn``.
+    """A function for the argument ``attention_fn`` of layers of `flax.linen` and `flax.nnx`.
 
     Args:
-        operation: its name.
-        mask: that of every call, in addition to the call's own; without arrays, such as ``Causal()``.
+        operation: the operation's name.
+        mask: a mask for every call, in addition to the call's; without arrays, such as ``Causal()``.
         **metadata: fields of `attnops.OperationMetadata`. ``dropout_prob`` is the layer's ``dropout_rate``.
 
     Raises:
@@ -75,9 +75,9 @@ class AttentionFn:
     """An attention function; see `attention_fn`. Equal ones compare equal, so that layers don't compile twice.
 
     Attributes:
-        operation: its name.
-        metadata: its metadata, but for what each call says: dropout and precision.
-        mask: that of every call, in addition to the call's own.
+        operation: the operation's name.
+        metadata: its metadata, except dropout and precision, which each call gives.
+        mask: a mask for every call, in addition to the call's.
     """
 
     operation: str
@@ -118,15 +118,15 @@ class AttentionFn:
             dropout_rng: a PRNG key; needed to drop weights.
             dropout_rate: the probability in [0, 1) that a weight is dropped.
             deterministic: whether none is dropped.
-            dtype: of the computation; None for what the arrays promote to. float32, bfloat16 or float16.
-            precision: of matrix products; None for the metadata's, else JAX's default.
+            dtype: the dtype of the computation; None for what the arrays promote to. float32, bfloat16 or float16.
+            precision: the precision of matrix products; None for the metadata's, else JAX's default.
             module: the module that sows the attention weights, before dropout, as ``attention_weights``, in linen's
-                collection "intermediates" or of nnx's type `Intermediate`; O(H · T · S) memory a row of the batch.
+                collection "intermediates" or of nnx's type `Intermediate`; O(H · T · S) memory per row of the batch.
             force_fp32_for_softmax: the softmax is float32 in any case.
             einsum_dot_general: only None.
             qk_attn_weights_einsum: only None.
             attn_weights_value_einsum: only None.
-            promote_dtype: of (query, key, value) and ``dtype``, the arrays in one dtype; None for JAX's promotion.
+            promote_dtype: brings (query, key, value) to one dtype, given ``dtype``; None for JAX's promotion.
             is_causal: whether query i sees key j only where ``j <= i``, in addition to the mask.
 
         Returns:
@@ -162,16 +162,16 @@ class AttentionFn:
         metadata = self.metadata.replace(precision=precision_of(precision, self.metadata.precision))
         attend = functools.partial(_attend, self.operation, metadata, structured)
         if module is not None:
-            found = attend(*arrays, **scores, return_weights=True)
-            weights: Any = found.attention_weights
+            output = attend(*arrays, **scores, return_weights=True)
+            weights: Any = output.attention_weights
             _sow(module, weights.reshape(*batch, *weights.shape[1:]))
             if not dropped:
-                return found.attention_outputs.reshape(shape)
+                return output.attention_outputs.reshape(shape)
         if dropped:
             dropping = metadata.replace(dropout_prob=dropout_rate)
             attend = functools.partial(_attend, self.operation, dropping, structured, dropout_key=dropout_rng)
         if dropped and broadcast_dropout:
-            # The hash of dropout counts rows and heads within a slice, where each is the first.
+            # Dropout hashes indices within a slice of `jax.vmap`: so each row and head is number 0.
             q, k, v = arrays
             out = mapped_over_heads(lambda *a, **given: attend(*a, **given).attention_outputs, q, k, v, scores)
             return out.reshape(shape)

@@ -48,7 +48,7 @@ __all__ = ["dot_product_attention", "use"]
 
 _OF_JAX: Final[Any] = jax.nn.dot_product_attention
 
-# The operation of calls that name none, and its metadata: the last of those that `use` put there.
+# The operation of calls that name none, and its metadata: the last that `use` pushed.
 _USED: Final = Stack(("auto", OperationMetadata()))
 
 
@@ -75,7 +75,7 @@ def dot_product_attention(
         value: [B, S, K, Hv] or [S, K, Hv].
         bias: added to the scores; broadcasts to [B, N, T, S].
         mask: boolean, True where a query may attend; broadcasts to [B, N, T, S].
-        scale: of the scores; None for ``H ** -0.5``.
+        scale: the scale of the scores; None for ``H ** -0.5``.
         is_causal: whether query i sees key j only where ``j <= i``, also for T ≠ S.
         query_seq_lengths: integers [B]; later queries give 0.
         key_value_seq_lengths: integers [B]; later keys are seen by no query.
@@ -137,7 +137,7 @@ def use(operation: str = "auto", **metadata: Any) -> Iterator[None]:
     What was traced before, by `jax.jit`, stays as it was. An explicit ``implementation`` of a call is honoured.
 
     Args:
-        operation: its name.
+        operation: the operation's name.
         **metadata: fields of `attnops.OperationMetadata`.
 
     Raises:

@@ -57,7 +57,7 @@ def use(operation: str = "auto", **metadata: Any) -> Iterator[None]:
     What Keras traced before, such as a compiled ``train_step``, stays as it was.
 
     Args:
-        operation: its name.
+        operation: the operation's name.
         **metadata: fields of `attnops.OperationMetadata`.
 
     Raises:

@@ -8,9 +8,9 @@
     op = OperationRegistry.create("flash", OperationMetadata())
     tokamax.dot_product_attention(q, k, v, implementation=(attnops_adapters.tokamax.implementation(op), "xla"))
 
-What an operation can't serve raises `NotImplementedError`, upon which tokamax runs its next implementation. Causal
-masks and lengths are `attnops.masks.Causal` and `Lengths`; first and last keys by query, of windows, are tables of T
-numbers.
+A call that the operation can't serve raises `NotImplementedError`, upon which tokamax runs its next implementation.
+Causal masks and lengths become `attnops.masks.Causal` and `Lengths`; windows given as the first and last key of each
+query become tables of T numbers.
 
 Where it differs from tokamax's own implementations:
 
@@ -44,7 +44,7 @@ __all__ = ["implementation"]
 
 
 def implementation(operation: OperationImpl) -> Callable[..., jax.Array]:
-    """A callable that `tokamax.dot_product_attention` takes in ``implementation``.
+    """A callable for the argument ``implementation`` of `tokamax.dot_product_attention`.
 
     Args:
         operation: an attention operation, such as ``OperationRegistry.create("flash", metadata)``.
@@ -111,7 +111,7 @@ def _mask(mask: Any, batch: tuple[int, ...]) -> Mask | None:
         table = None if mask is None else getattr(mask, name)
         if table is None:
             continue
-        # As scores [B, H, T, 1] of tables by query, [B, H, 1, S] of tables by key.
+        # Tables by query become [B, H, T, 1], tables by key [B, H, 1, S].
         table = jnp.expand_dims(table, -2 if name.startswith("q_") else -1)
         table = flattened_scores(name, table, batch)
         if name == "k_end" and table.shape == (math.prod(batch), 1, 1, 1):

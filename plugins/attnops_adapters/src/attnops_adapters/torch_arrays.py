@@ -10,11 +10,11 @@ import torch
 
 
 def to_jax(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> jax.Array:
-    """A copy: PyTorch may write to its own in place, and JAX keeps this one for the backward pass.
+    """A copy, since PyTorch may write to the tensor in place, and JAX keeps the array for the backward pass.
 
     Args:
-        tensor: of any strides.
-        shape: what to pad it to with zeros, at the end of each axis; None for its own.
+        tensor: a tensor of any strides.
+        shape: the shape to pad it to with zeros, at the end of each axis; None for no padding.
 
     Raises:
         ValueError: the tensor is float64, which JAX would round to float32 without ``jax_enable_x64``.
@@ -26,11 +26,11 @@ def to_jax(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> jax.Arra
     tensor = tensor.detach()
     if shape is not None and tuple(shape) != tuple(tensor.shape):
         more = [n for new, old in zip(reversed(shape), reversed(tensor.shape), strict=True) for n in (0, new - old)]
-        own = torch.nn.functional.pad(tensor, more).contiguous()
+        copy = torch.nn.functional.pad(tensor, more).contiguous()
     else:
-        own = tensor.clone(memory_format=torch.contiguous_format)
-    # Nobody else has the copy, so that JAX may have its memory; numpy has no bfloat16.
-    return jnp.from_dlpack(own) if own.is_floating_point() else jnp.array(own)
+        copy = tensor.clone(memory_format=torch.contiguous_format)
+    # Nothing else refers to the copy, so that JAX may use its memory; numpy has no bfloat16.
+    return jnp.from_dlpack(copy) if copy.is_floating_point() else jnp.array(copy)
 
 
 def to_torch(array: jax.Array, shape: Sequence[int] | None = None) -> torch.Tensor:

@@ -13,8 +13,8 @@ from attnops.masks import Mask
 from attnops_adapters.buckets import bucket_lengths
 from attnops_adapters.torch_arrays import to_jax, to_torch
 
-# Of query, key, value, and the keywords mask, bias, softmax_scale, logits_soft_cap, sinks, dropout_prob and
-# dropout_key: [B, H, T, Dv]. `jax.jit` traces it.
+# From query, key, value, and the keywords mask, bias, softmax_scale, logits_soft_cap, sinks, dropout_prob and
+# dropout_key, to [B, H, T, Dv]. `jax.jit` traces it.
 Attend: TypeAlias = Callable[..., jax.Array]
 Arrays: TypeAlias = tuple[jax.Array | None, ...]
 
@@ -31,7 +31,7 @@ class Call(NamedTuple):
     options: tuple[tuple[str, float], ...]
 
     def run(self, arrays: Arrays, mask: Mask, seed: int | None) -> jax.Array:
-        """[B, H, T, Dv] of query, key, value, bias and sinks; the last two may be None."""
+        """Attention [B, H, T, Dv]; the arrays are query, key, value, bias and sinks, the last two may be None."""
         query, key, value, bias, sinks = arrays
         given: dict[str, Any] = {"mask": mask, "bias": bias, "sinks": sinks, **dict(self.options)}
         given["dropout_key"] = None if seed is None else jax.random.key(seed)
@@ -55,14 +55,14 @@ def _backward(vjp: Any, d_out: jax.Array) -> Arrays:
 
 
 def run(call: Call, tensors: tuple[torch.Tensor | None, ...], mask: Mask, seed: int | None = None) -> torch.Tensor:
-    """[B, H, T, Dv] of tensors as `Call.run` takes them, differentiable once.
+    """`Call.run` on tensors, padded: [B, H, T, Dv], differentiable once.
 
     Args:
         call: what is computed.
         tensors: query [B, H, T, D], key [B, K, S, D], value [B, K, S, Dv]; bias, broadcasts to [B, H, T, S], and sinks,
             [H], or None.
-        mask: of `attnops_adapters.buckets.pad_mask`.
-        seed: of dropout.
+        mask: a mask for padded lengths, from `attnops_adapters.buckets.pad_mask`.
+        seed: the seed of dropout; None for no dropout.
     """
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         out: torch.Tensor = _Differentiable.apply(call, mask, seed, *tensors)
@@ -87,12 +87,12 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # where t
 
 
 def _of_shape(d: jax.Array, shape: torch.Size) -> torch.Tensor:
-    """A gradient without padding, nor the axes of size 1 that a bias of fewer than 4 was given."""
+    """A gradient without padding, and without the axes of size 1 that `_padded` added to a bias."""
     return to_torch(d, (1,) * (d.ndim - len(shape)) + tuple(shape)).reshape(shape)
 
 
 def _shape(tensors: tuple[torch.Tensor | None, ...]) -> tuple[int, ...]:
-    """Of the result."""
+    """The shape of the result."""
     query, _, value, *_ = tensors
     assert query is not None
     assert value is not None

@@ -7,9 +7,9 @@
     attnops_transformers.register()  # as "attnops", by flash
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnops")
 
-A model's mask becomes an expression such as ``Causal() & SlidingWindow(4095, 0) & KeyPadding(...)``, and no T × S
-array, where it is one of transformers' own mask functions or is put together from them; a function of the caller's own
-becomes an array. PyTorch differentiates the model, and JAX each attention layer. Tensors are copied to JAX and back.
+A model's mask becomes an expression such as ``Causal() & SlidingWindow(4095, 0) & KeyPadding(...)``, without a T × S
+array, if it is one of transformers' mask functions or is put together from them; any other function becomes an array.
+PyTorch differentiates the model, and JAX each attention layer. Tensors are copied to JAX and back.
 
 A program is compiled for each kind of layer and bucket of lengths, and one more for its derivative: queries and keys
 are padded to a power of 2 up to 64, to multiples of 64 up to 512, then by at most an eighth, and no query sees the
@@ -120,19 +120,19 @@ def attention(
     """One attention layer, as transformers calls it.
 
     Args:
-        attend: see `attend_with`.
+        attend: the operation on arrays [B, H, T, D], from `attend_with`.
         module: the layer; says whether it is causal if nothing else does.
         query: [B, H, T, D].
         key: [B, K, S, D].
         value: [B, K, S, Dv].
-        attention_mask: of `create_mask`, another boolean tensor [B, 1 or H, T, S], or None.
+        attention_mask: a mask from `create_mask`, another boolean tensor [B, 1 or H, T, S], or None.
         dropout: the probability that a weight is dropped.
         scaling: the scale of the scores, a number; None for ``D ** -0.5``.
-        sliding_window: a part of the mask where there is one; else the last tokens that a causal layer sees.
+        sliding_window: how many of the last tokens a causal layer sees; ignored with a mask, which has it already.
         softcap: the soft cap of the scores.
         s_aux: [H], the sinks.
         position_bias: broadcasts to [B, H, T, S].
-        is_causal: what holds without a mask; None for what the layer says.
+        is_causal: whether the layer is causal, if there is no mask; None for what the layer says.
         output_attentions: whether weights are asked for; only False.
         cache: the pages of continuous batching; only None.
         others: those of `_HARMLESS` do not change the result, such as positions; others must be None.

@@ -24,9 +24,9 @@ from attnops_adapters.torch_arrays import to_jax
 
 
 class ExpressionTensor(torch.Tensor):
-    """A mask as a tensor [B, 1, T, S] of one element of memory: models pass those on, but no other objects.
+    """A mask as a tensor [B, 1, T, S] with one element of memory, since models pass on tensors, but no other objects.
 
-    Its values mean nothing: all but what `_PASSED_ON` and `_ASKED` name raises a `TypeError`.
+    Its values mean nothing: all functions but those of `_PASSED_ON` and `_ASKED` raise a `TypeError`.
     """
 
     mask: Mask
@@ -61,7 +61,7 @@ class ExpressionTensor(torch.Tensor):
         raise TypeError(f"{name} of a mask that is an expression; the model must pass it on as it is")
 
 
-# What gives a mask back as it is, and what asks for no values; properties are "__get__".
+# Functions that return the mask as it is, and functions that read no values; properties are "__get__".
 _PASSED_ON: Final = frozenset({"contiguous", "detach", "requires_grad_"})
 _ASKED: Final = frozenset({
     "__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point", "is_complex", "data_ptr",
@@ -71,7 +71,7 @@ _ASKED: Final = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Indices:
-    """The indices at which a model's mask function is asked: those of queries and of keys among all tokens."""
+    """The indices, among all tokens, of the queries and keys for which a model's mask function is evaluated."""
 
     batch: int
     queries: range
@@ -111,7 +111,7 @@ def create_mask(
         kv_length: S.
         q_offset: the index of the first query.
         kv_offset: the index of the first key.
-        mask_function: of indices (b, h, q, kv), see `structured`.
+        mask_function: a function of indices (b, h, q, kv), see `structured`.
         attention_mask: [B, tokens so far], False for padding.
         ignored: what other implementations need.
     """

@@ -1,4 +1,4 @@
-"""What replaces a framework's function for a while, also where several threads do so and end in any order."""
+"""A temporary replacement of a framework's function, safe if several threads replace it and end in any order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Used: TypeAlias = tuple[str, OperationMetadata]
 
 
 class Stack:
-    """The operations that are in use, the last of which serves calls; the framework's own function when none is."""
+    """The operations in use, the last of which serves calls; if there are none, the framework's function does."""
 
     def __init__(self, default: Used) -> None:
         self._default = default
         self._entries: list[list[Used]] = []  # each in a list of its own, which has an identity
         self._lock = threading.Lock()
-        self._own: Any = None
+        self._original: Any = None
 
     @property
     def last(self) -> Used:
@@ -34,7 +34,7 @@ class Stack:
         entry = [used]
         with self._lock:
             if not self._entries:
-                self._own = getattr(module, name)
+                self._original = getattr(module, name)
                 setattr(module, name, function)
             self._entries = [*self._entries, entry]
         try:
@@ -43,7 +43,7 @@ class Stack:
             with self._lock:
                 self._entries = [x for x in self._entries if x is not entry]
                 if not self._entries:
-                    setattr(module, name, self._own)
+                    setattr(module, name, self._original)
 
 
 def checked_metadata(fields: dict[str, Any]) -> OperationMetadata:

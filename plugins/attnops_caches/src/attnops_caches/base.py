@@ -1,4 +1,4 @@
-"""Cache: keys and values of earlier tokens, one row a sequence."""
+"""Cache: keys and values of earlier tokens, one row per sequence."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ CacheType = TypeVar("CacheType", bound="Cache")
 
 @dataclasses.dataclass(frozen=True)
 class Cache(Source):
-    """Keys and values of earlier tokens, one row a sequence: a pytree of static shapes.
+    """Keys and values of earlier tokens, one row per sequence: a pytree of static shapes.
 
-    Tokens of a row are numbered in the order they were appended: the *index* of a token, from 0. The first
+    Tokens of a row are numbered from 0 in the order they were appended: this is the *index* of a token. The first
     ``starts[b]`` are left padding, which is never seen; the *position* of a token is its index minus ``starts[b]``, and
-    masks and biases go by positions. Attention over a cache is that over the tokens that it holds::
+    masks and biases go by positions. Attention over a cache is attention over the tokens that it holds::
 
         op(query, cache, mask=mask)  ==  vanilla(query, keys, values, mask=mask.at(query_positions, positions) & held)
 
@@ -87,8 +87,8 @@ class Cache(Source):
 
         A call over a cache has two options in addition to the operation's. ``query_lengths``, integers [B]: the first
         ``query_lengths[b]`` queries of row b are real, the others give output 0 and logsumexp −inf; None: all T. Query
-        i of row b is that of index ``lengths[b] - query_lengths[b] + i``. ``rows``, a `Rows`: of packed rows, whose
-        query is [1, N, H, D], and whose masks and biases are for [B, H, N, S]; None for a batch.
+        i of row b is the token of index ``lengths[b] - query_lengths[b] + i``. ``rows``, a `Rows`: the rows are packed,
+        the query is [1, N, H, D], and masks and biases are given for [B, H, N, S]; None for a batch.
         """
         return bind_cached(operation.metadata, query, self, dict(options))
 
@@ -153,16 +153,16 @@ class Cache(Source):
         Args:
             key: [B, T, K, D], of the cache's dtype; [1, N, K, D] with ``rows``.
             value: [B, T, K, Dv], of the cache's dtype; [1, N, K, Dv] with ``rows``; None for latent content.
-            lengths: integers [B] from 0 to T: of row b the first ``lengths[b]`` tokens are real. None: all T. Those
+            lengths: integers [B] from 0 to T: the first ``lengths[b]`` tokens of row b are real. None: all T. Values
                 known when tracing are checked, others are clipped.
             rows: which packed tokens belong to which row; None for a batch [B, T].
 
-        Tokens that don't fit are dropped and set ``overflowed``; nothing else is changed by them. So are those of
-        a run whose row has another run before it. Those of a run whose slot is no row are padding.
+        Tokens that don't fit are dropped and set ``overflowed``; they change nothing else. If two runs of ``rows``
+        have the same row, the tokens of the second are dropped too. A run whose slot is no row is padding.
 
         Raises:
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
-            UnsupportedError: packed rows, and a mesh that shards the context.
+            UnsupportedError: packed rows on a mesh that shards the context.
         """
         return self._append(*self._new(key, value, lengths, rows))
 
@@ -188,19 +188,19 @@ class Cache(Source):
         """Where new tokens go, and what the rows are afterwards; its arguments are checked.
 
         Args:
-            T: tokens a row, or N packed tokens.
-            count: real tokens of each row, int32 [B]; None of packed rows.
-            rows: of packed rows; else None.
+            T: tokens per row, or N packed tokens.
+            count: real tokens of each row, int32 [B]; None for packed rows.
+            rows: which packed tokens belong to which row; None for a batch.
         """
         every, starts = jnp.arange(self.batch, dtype=jnp.int32), None
         if rows is None:
             assert count is not None
             wanted = count
         else:
-            slots, none = jnp.clip(rows.slots, 0, self.batch - 1), jnp.zeros((self.batch,), jnp.int32)
-            wanted, own = none.at[slots].add(rows.counts(T, self.batch)), rows.first_counts(T, self.batch)
-            count = none.at[slots].add(own)
-            starts = none.at[slots].add(jnp.where(own > 0, rows.firsts(T), 0))
+            slots, zeros = jnp.clip(rows.slots, 0, self.batch - 1), jnp.zeros((self.batch,), jnp.int32)
+            wanted, counts = zeros.at[slots].add(rows.counts(T, self.batch)), rows.first_counts(T, self.batch)
+            count = zeros.at[slots].add(counts)
+            starts = zeros.at[slots].add(jnp.where(counts > 0, rows.firsts(T), 0))
         pieces, fit = self.place(T, count, every)
         return Planned(pieces, fit, self.lengths + fit, fit < wanted, starts)
 
@@ -219,19 +219,19 @@ class Cache(Source):
         """This cache with new tokens in its arrays; every other slot is unchanged, and so are the lengths.
 
         Args:
-            key: [B, T, K, D]; of packed rows [1, N, K, D].
-            value: [B, T, K, Dv]; of packed rows [1, N, K, Dv]. None if the value is a part of the key.
+            key: [B, T, K, D]; for packed rows [1, N, K, D].
+            value: [B, T, K, Dv]; for packed rows [1, N, K, Dv]. None if the value is a part of the key.
             pieces: where they go.
             sparse: whether most pieces may be empty.
         """
 
     def loader(self) -> TileLoader | None:
-        """What loads tiles for native `flash`; None for a cache that is read by `read` alone."""
+        """Loads tiles for native `flash`; None if the cache is read by `read` alone."""
         return None
 
     @abc.abstractmethod
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
-        """Where new tokens go: the first ``count[r]`` of T tokens go to row ``rows[r]``, all of them different.
+        """Where new tokens go: the first ``count[r]`` of T tokens go to row ``rows[r]``; no row occurs twice.
 
         Returns:
             The pieces, whose ``row`` is r; and how many tokens of each run fit, int32 [R].
@@ -245,14 +245,14 @@ class Cache(Source):
         """
 
     def slots(self) -> Slots:
-        """Where the tokens of each row lie: the last two of `read`, as values by row.
+        """Where the tokens of each row lie: ``positions`` and ``held`` of `read`, computed from a few values per row.
 
         The token of index i is in slot i, unless a storage says otherwise.
         """
         return self._slots()
 
     def positions(self) -> tuple[jax.Array, jax.Array]:
-        """The last two of `read`: positions int32 [B, S] and held bool [B, S]."""
+        """The position of each slot, int32 [B, S], and whether it holds a token, bool [B, S]; as in `read`."""
         return self.slots().arrays()
 
     def _slots(self, base: jax.Array | None = None, newest: jax.Array | None = None) -> Slots:
@@ -266,8 +266,8 @@ class Cache(Source):
         """The cache with the last tokens taken back, such as rejected drafts.
 
         Args:
-            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; more than it has keeps all, and a
-                negative number none.
+            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; all if it has fewer, and none if
+                the number is negative.
 
         A `PagedCache` keeps its table: `PagePool.truncate` gives pages back.
 
@@ -278,7 +278,7 @@ class Cache(Source):
         return dataclasses.replace(self, lengths=kept)
 
     def without_mesh(self) -> Self:
-        """This cache without its placement; tokens, and what it means, are the same."""
+        """This cache as an ordinary one, without its placement; it holds the same tokens."""
         return dataclasses.replace(self, placement=None)
 
     def _rows(self) -> dict[str, jax.Array]:
@@ -304,24 +304,24 @@ class Cache(Source):
         return dataclasses.replace(self, **changes)
 
     def check_queries(self, T: int, rows: Rows | None) -> None:
-        """Raises a `ValueError` for queries of which it is known that the storage does not hold the keys they see.
+        """Raise a `ValueError` if the storage is known to lack keys that the queries see.
 
         Args:
-            T: queries a row; of packed rows, of all rows.
-            rows: of packed rows.
+            T: queries per row, or N packed queries.
+            rows: which packed queries belong to which row; None for a batch.
         """
 
     def mask(self, mask: Mask | None) -> Mask | None:
-        """The mask of a call over this cache; a storage may add its own."""
+        """The mask of a call over this cache: the caller's, and what a storage adds, such as a ring's window."""
         return mask
 
     def query_positions(self, T: int, query_lengths: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """The positions of the last ``query_lengths[b]`` tokens of each row, int32 [B, T]; −1 for padding.
 
         Args:
-            T: queries a row.
+            T: queries per row.
             query_lengths: int32 [B]; query i is padding from this one on.
-            lengths: of the rows, queries included, int32 [B]; None for the cache's.
+            lengths: the rows' lengths, queries included, int32 [B]; None for the cache's.
         """
         lengths = self.lengths if lengths is None else lengths
         place = jnp.arange(T, dtype=jnp.int32)

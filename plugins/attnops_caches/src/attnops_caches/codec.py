@@ -29,8 +29,8 @@ class Quantized:
             ``"tensor"``: each kv head, or all tokens; the scales are given when the cache is created, and what exceeds
             them is clipped.
 
-    NaN is stored as 0 where scales are given: int8 has no other, and TPUs multiply 8-bit floats whose NaN is a number.
-    With scales by token and head the token's scale is NaN, and so is all that is read of it.
+    With given scales NaN is stored as 0, since int8 has no NaN, and products on TPUs take the NaN of 8-bit floats for a
+    number. With scales by token and head the token's scale becomes NaN, and so does all that is read of it.
 
     A stored token is never quantised again. The error of one element is at most half a step: ``scale / 2`` for int8,
     ``2 ** -4`` and ``2 ** -3`` of its magnitude for e4m3 and e5m2 (and for magnitudes below the least normal number,

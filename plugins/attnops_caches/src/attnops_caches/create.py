@@ -27,7 +27,7 @@ class TokenOptions(TypedDict, total=False):
         kv_heads: K.
         head_dim: D, of keys.
         value_head_dim: Dv, of values; None for D.
-        dtype: of keys and values as they are appended and read; the queries' dtype. bfloat16 if left out.
+        dtype: the dtype of keys and values as they are appended and read, and of queries. bfloat16 if left out.
         codec: a `Quantized`, how tokens are stored; None: as they are.
         latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
             features of the key, and is not stored again.

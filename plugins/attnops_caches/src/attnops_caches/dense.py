@@ -79,10 +79,10 @@ class DenseCache(StoredCache):
         """The cache with row ``rows[b]`` in place of row b, as beam search reorders them.
 
         Args:
-            rows: integers [B']. Those known when tracing are checked; in place of another that is no row there is an
-                empty row whose ``overflowed`` is set.
+            rows: integers [B']. Values known when tracing are checked; another that is no row gives an empty row whose
+                ``overflowed`` is set.
 
-        On a mesh, axes that do not divide B' no longer shard the rows. With a layer axis, of every layer.
+        On a mesh, axes that do not divide B' no longer shard the rows. With a layer axis, in every layer.
 
         Raises:
             ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of one with a
@@ -94,9 +94,9 @@ class DenseCache(StoredCache):
 def read_blocks(cache: StoredCache) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B, n, K, d] of a cache whose blocks are its rows."""
     store = cache.store
-    own = {name: store.own(x) for name, x in store._blocks().items()}
-    scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | own
-    key, value = store.layout.decoded(own["key"], own.get("value"), scales["key_scale"], scales["value_scale"])
+    blocks = {name: store.own(x) for name, x in store._blocks().items()}
+    scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | blocks
+    key, value = store.layout.decoded(blocks["key"], blocks.get("value"), scales["key_scale"], scales["value_scale"])
     return key.swapaxes(1, 2).astype(store.layout.dtype), value.swapaxes(1, 2).astype(store.layout.dtype)
 
 

@@ -33,7 +33,7 @@ def make_cache(
     scales: str | None,
     latent: int | None,
 ) -> StoredCache:
-    """A cache of ``length`` slots a row to which ``query_length`` tokens can be appended.
+    """A cache of ``length`` slots per row to which ``query_length`` tokens can be appended.
 
     Call it while tracing, so that no array is allocated.
 

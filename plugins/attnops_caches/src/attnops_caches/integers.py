@@ -27,12 +27,12 @@ def at_least_one(name: str, value: int) -> int:
 
 
 def array(values: Leaf) -> Any:
-    """An array of JAX's as it is; else, whose values are known when tracing, one of numpy's."""
+    """A JAX array as it is; other values, which are known when tracing, as a numpy array."""
     return values if isinstance(values, jax.Array) else np.asarray(values)
 
 
 def integers(name: str, values: Leaf) -> Any:
-    """An array of integers, see `array`; an empty list is one too."""
+    """`array` of integers; an empty list counts as integers."""
     values = array(values)
     if not jnp.issubdtype(values.dtype, jnp.integer) and values.size:
         raise TypeError(f"{name} has dtype {values.dtype}, but must be integers")
@@ -40,7 +40,7 @@ def integers(name: str, values: Leaf) -> Any:
 
 
 def int32(values: Array) -> jax.Array:
-    """Integers as int32; those that it does not hold become its largest number, or -2, as good as any below -1."""
+    """Integers as int32; those out of range become the largest int32, or, if negative, -2 (invalid)."""
     if not np.can_cast(values.dtype, np.int32):
         where = np if isinstance(values, np.ndarray) else jnp
         low = -2 if np.issubdtype(values.dtype, np.signedinteger) else 0

@@ -27,7 +27,7 @@ class TokenLayout:
         head_dim: D, of keys.
         value_head_dim: Dv, of values.
         width: W, the features of the array of keys.
-        dtype: of keys and values as they are appended and read.
+        dtype: the dtype of keys and values as they are appended and read.
         codec: how they are stored; None: as they are.
     """
 
@@ -55,7 +55,7 @@ class TokenLayout:
         Args:
             head_dim: D.
             value_head_dim: Dv; None for D, or the latent.
-            dtype: of keys and values.
+            dtype: the dtype of keys and values.
             codec: how they are stored.
             latent: Dv of latent content; None where values are stored.
             width: W; None for no zeros.

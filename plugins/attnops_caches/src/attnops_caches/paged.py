@@ -38,12 +38,12 @@ class PagedCache(StoredCache):
     """Pages of ``page_size`` slots, and a table of the pages of each row (Kwon et al. 2023, arXiv:2309.06180).
 
     The token of index i of row b is in slot ``i % page_size`` of page ``table[b, i // page_size]``. Which pages belong
-    to which row is decided outside, by `PagePool` or by whoever serves; pages may be shared by rows that have the same
+    to which row is decided outside, by `PagePool` or by a server; pages may be shared by rows that have the same
     tokens in them. A token whose page is not in the table (−1, or not below the number of pages) does not fit.
 
     Attributes:
         table: the pages of each row, int32 [B, M]; −1 where there is none.
-        copied: of each page, which one it was copied from since the last `with_table`, int32 [P]; −1 where it was not.
+        copied: the page that each page was copied from since the last `with_table`, int32 [P]; −1 if it was not copied.
     """
 
     table: jax.Array
@@ -69,8 +69,8 @@ class PagedCache(StoredCache):
         Args:
             batch: B, the rows.
             pages: P, the pages of all rows together.
-            page_size: slots a page.
-            max_pages: M, most pages a row.
+            page_size: slots per page.
+            max_pages: M, the most pages of a row.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             table: the pages of each row, integers [B, M], see `with_table`; None for no pages.
             **tokens: `TokenOptions`, what every storage is created with. Keys and values are one array in any
@@ -105,13 +105,13 @@ class PagedCache(StoredCache):
         return 1 if placement is None else placement.shards(placement.batch)
 
     def without_mesh(self) -> Self:
-        found = super().without_mesh()
+        cache = super().without_mesh()
         if self._shards == 1:
-            return found
+            return cache
         first = np.repeat(self.pages_of_row * np.arange(self._shards, dtype=np.int32), self.pages_of_row)
         copied = jnp.where(self.copied >= 0, self.copied + first, -1)
         exists = (self.table >= 0) & (self.table < self.pages_of_row)
-        return dataclasses.replace(found, table=jnp.where(exists, self.table + self._first_pages, -1), copied=copied)
+        return dataclasses.replace(cache, table=jnp.where(exists, self.table + self._first_pages, -1), copied=copied)
 
     @property
     def _first_pages(self) -> np.ndarray:
@@ -129,12 +129,12 @@ class PagedCache(StoredCache):
 
     @property
     def page_size(self) -> int:
-        """Slots a page."""
+        """Slots per page."""
         return self.store.slots
 
     @property
     def max_pages(self) -> int:
-        """M, most pages a row."""
+        """M, the most pages of a row."""
         return self.table.shape[-1]
 
     @property
@@ -145,16 +145,16 @@ class PagedCache(StoredCache):
         """The cache with another table, such as a `PagePool`'s; with a layer axis, of all layers.
 
         Args:
-            table: integers [B, M]; −1 where there is no page. Known values are checked; of traced ones a token whose
-                page is out of range does not fit, and is not read.
+            table: integers [B, M]; −1 where there is no page. Known values are checked; with traced ones, tokens whose
+                page is out of range do not fit, and are not read.
 
-        A row keeps its tokens up to the first page that is not the one that it had there, nor was copied from it by
-        `copy_pages` since the last table, and none after the last of its pages: the others went with their pages, as by
-        `PagePool.release`, and a page that comes in their place shows nothing of whoever had it before. This sets
-        ``overflowed`` for no row.
+        A row keeps its tokens up to the first page that is neither the one which it had there nor a copy of it, made by
+        `copy_pages` since the last table; and none beyond its last page. So a row that lost pages, as by
+        `PagePool.release`, is shorter, and never sees what an earlier row wrote to a page. ``overflowed`` does not
+        change.
 
         Raises:
-            ValueError: another shape or dtype, or a known page that the cache has not.
+            ValueError: another shape or dtype, or a known page that the cache does not have.
         """
         array: Any = table if hasattr(table, "dtype") else np.asarray(table)
         shape = self.table.shape[-2:]
@@ -169,12 +169,12 @@ class PagedCache(StoredCache):
                 f"{self.pages_of_row - 1}{' for each shard of rows' * (self._shards > 1)}, and -1 means no page"
             )
         # A buffer of its own, which can be donated.
-        own = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
+        pages = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
         if self.placement is not None and (placement := self.placement.free()) is not None:
-            own = placed(own, placement.specs(self).table, placement.mesh)  # type: ignore[arg-type]
-        exists = (own >= 0) & (own < self.pages_of_row)
-        copied = self._copied_from(own)
-        is_other = exists & (jnp.where(copied >= 0, copied, own) != self.table)
+            pages = placed(pages, placement.specs(self).table, placement.mesh)  # type: ignore[arg-type]
+        exists = (pages >= 0) & (pages < self.pages_of_row)
+        copied = self._copied_from(pages)
+        is_other = exists & (jnp.where(copied >= 0, copied, pages) != self.table)
         number = jnp.arange(1, self.max_pages + 1, dtype=jnp.int32)
         kept = jnp.minimum(
             jnp.where(exists, number, 0).max(-1), jnp.where(is_other, number - 1, self.max_pages).min(-1)
@@ -182,10 +182,10 @@ class PagedCache(StoredCache):
         lengths = jnp.minimum(self.lengths, kept * self.page_size)
         starts = jnp.where(lengths < self.lengths, jnp.minimum(self.starts, lengths), self.starts)
         forgotten = jnp.full_like(self.copied, -1)
-        return dataclasses.replace(self, table=own, lengths=lengths, starts=starts, copied=forgotten)
+        return dataclasses.replace(self, table=pages, lengths=lengths, starts=starts, copied=forgotten)
 
     def _copied_from(self, table: jax.Array) -> jax.Array:
-        """``copied`` of the pages of a table."""
+        """``copied`` at the pages of a table, int32 of its shape."""
         first = self._first_pages
 
         def taken(copied: jax.Array, table: jax.Array) -> jax.Array:
@@ -196,13 +196,13 @@ class PagedCache(StoredCache):
         placement = None if self.placement is None else self.placement.free()
         if placement is None:
             return taken(self.copied, table)
-        found: jax.Array = placement.by_compiler(taken, placement.specs(self).table, self.copied, table)
-        return found
+        copied: jax.Array = placement.by_compiler(taken, placement.specs(self).table, self.copied, table)
+        return copied
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
         most = 1 if T == 1 else (T - 1) // p + 2  # pages that T tokens may lie in
-        number = lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [R, most], of the row's pages
+        number = lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [R, most], index in the table
         page = jnp.take_along_axis(self.table[rows], jnp.minimum(number, self.max_pages - 1), axis=1)
         exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
         begin = jnp.maximum(lengths[:, None], number * p)  # indices of the first and last token in the page
@@ -240,7 +240,7 @@ class PagedCache(StoredCache):
     def fork(self, source: ArrayLike, target: ArrayLike, table: ArrayLike, copies: PageCopies) -> Self:
         """Rows that become copies of others, as `PagePool.fork` decided: their pages are shared, the last one copied.
 
-        With a layer axis, of every layer. A target that the pool had no page for has no tokens, and is ``overflowed``.
+        With a layer axis, in every layer. A target that the pool had no page for has no tokens, and is ``overflowed``.
 
         Args:
             source: integers [N], the rows to copy; −1, or no row, for an entry that does nothing.
@@ -265,12 +265,12 @@ class PagedCache(StoredCache):
             for name, x in fields.items():
                 given = lax.dynamic_index_in_dim(x, jnp.clip(source[i], 0, self.batch - 1), axis)
                 fields[name] = jnp.where(to[:, None] if name == "table" else to, given, x)
-        found = dataclasses.replace(moved, **fields).with_table(table)
-        failed = is_target & (found.lengths < fields["lengths"])
-        return dataclasses.replace(found, overflowed=found.overflowed | failed)
+        forked = dataclasses.replace(moved, **fields).with_table(table)
+        failed = is_target & (forked.lengths < fields["lengths"])
+        return dataclasses.replace(forked, overflowed=forked.overflowed | failed)
 
     def copy_pages(self, copies: PageCopies) -> Self:
-        """The cache with pages copied, all read before any is written; with a layer axis, of every layer.
+        """The cache with pages copied, all read before any is written; with a layer axis, in every layer.
 
         Args:
             copies: ``source`` and ``target``, integers [N]; −1 for none.
@@ -291,7 +291,7 @@ class PagedCache(StoredCache):
             name: jnp.asarray(x).at[(*lead, target)].set(x[(*lead, source)], mode="drop")
             for name, x in self.store._blocks().items()
         }
-        # What was copied before holds what it was copied from.
+        # A copy of a copy counts as a copy of the first source.
         before = self.copied[(*lead, source)]
         origins = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
         return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied), copied=origins)

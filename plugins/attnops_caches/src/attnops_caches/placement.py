@@ -1,6 +1,6 @@
-"""How a cache lies on a mesh: rows over the batch's axes, kv heads over theirs, the slots of a row over the context's.
+"""How a cache is sharded over a mesh: its rows, its kv heads, and the slots of a row (the context).
 
-Every device then appends to its own part, and attends to it, see `attnops_caches.calls.on_mesh`.
+Every device appends to its own shard, and attends to it, see `attnops_caches.calls.on_mesh`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Placement:
 
     Attributes:
         mesh: the mesh.
-        batch: the mesh axes that shard rows; and pages: each shard has pages of its own, which the tables of its rows
-            number from 0.
+        batch: the mesh axes that shard rows and pages; the tables of a shard's rows number its pages from 0.
         kv_heads: the mesh axes that shard kv heads; None where they do not divide.
         slots: the mesh axes that shard the slots of a `DenseCache`'s rows, the context.
     """
@@ -60,16 +59,16 @@ class Placement:
         manual = manual_axes()
         if not manual:
             return self
-        if cut := [name for name in names_of(self.slots) if name in manual]:
+        if used := [name for name in names_of(self.slots) if name in manual]:
             reason = Reason(
-                "placement.slots", cut, "shards the context, which can't be joined inside a jax.shard_map over it",
+                "placement.slots", used, "shards the context, which can't be joined inside a jax.shard_map over it",
                 "call the operation outside of it",
             )  # fmt: skip
             raise UnsupportedError(f"the cache can't be used in this jax.shard_map:\n  - {reason}", [reason])
         entries = self.batch, self.kv_heads, self.slots
         kept = (entry_of(name for name in names_of(entry) if name not in manual) for entry in entries)
-        found = Placement(self.mesh, *kept)
-        return None if (found.batch, found.kv_heads, found.slots) == (None, None, None) else found
+        free = Placement(self.mesh, *kept)
+        return None if (free.batch, free.kv_heads, free.slots) == (None, None, None) else free
 
     def for_rows(self, rows: int) -> Placement:
         """This placement for another number of rows: without the axes that do not divide it."""
@@ -78,12 +77,12 @@ class Placement:
         return dataclasses.replace(self, batch=entry_of(name for name in names if name in manual or name in kept))
 
     def shards(self, entry: MeshAxes) -> int:
-        """The devices along some of its mesh axes."""
+        """How many shards some of its mesh axes make."""
         return math.prod(self.mesh.shape[name] for name in names_of(entry))
 
     def specs(self, cache: CacheType) -> CacheType:
         """The partition spec of every array of a cache, a pytree of its structure."""
-        # From the last dimension on: there may be a layer axis in front.
+        # By the last dimensions: there may be a layer axis in front.
         last: dict[str, tuple[MeshAxes, ...]] = dict.fromkeys(
             ("key", "value"), (self.batch, self.kv_heads, self.slots, None)
         )
@@ -110,9 +109,9 @@ class Placement:
         return NewTokens(tokens, by_row, by_row, by_row, by_row if is_packed else None)  # type: ignore[arg-type]
 
     def by_compiler(self, function: Callable[..., Any], out_specs: Any, *args: Any) -> Any:
-        """``function(*args)`` with JAX's compiler to exchange what it gathers, which explicit axes do not allow.
+        """``function(*args)`` with automatic mesh axes in place of explicit ones, which allow no gather across shards.
 
-        The function closes over no array: those are of explicit axes where a mesh is set.
+        The function must not close over arrays, which would have explicit axes.
         """
         names = explicit_names(self.mesh)
         if not names:
@@ -121,19 +120,19 @@ class Placement:
         return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
 
     def local(self, cache: CacheType) -> CacheType:
-        """This device's part of a cache, inside a `jax.shard_map`, as a cache of its own.
+        """This device's shard of a cache, inside a `jax.shard_map`, as a cache of its own.
 
-        Of a context that is cut, rows begin ``first`` slots later: lengths and starts count from there, so that
+        If the context is sharded, local slot 0 is global slot ``first``: lengths and starts count from there, so that
         positions are those of the whole cache.
         """
         if not cache.is_stored:
             return dataclasses.replace(cache, placement=None)
         held: Any = cache
-        own: CacheType = dataclasses.replace(held, placement=None, store=held.store.local())
+        shard: CacheType = dataclasses.replace(held, placement=None, store=held.store.local())
         if self.slots is None:
-            return own
+            return shard
         first = lax.axis_index(self.slots) * cache.length
-        return dataclasses.replace(own, lengths=own.lengths - first, starts=own.starts - first)
+        return dataclasses.replace(shard, lengths=shard.lengths - first, starts=shard.starts - first)
 
 
 def _not_on_a_mesh(placement: Placement | None) -> None:
@@ -153,7 +152,7 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
 
     Rows, kv heads and slots have the mesh axes that the rules give `BATCH`, `KV_HEAD` and `KV_LENGTH` in the mode
     decode, as far as they divide. A `PagedCache`'s pages are sharded with its rows: tables number the pages of the
-    row's shard, from 0. The slots of a `DenseCache` are sharded only; rings and pages are not cut.
+    row's shard, from 0. Of slots, only a `DenseCache`'s are sharded.
 
     Args:
         create: makes the cache, such as ``lambda: DenseCache.create(...)``.
@@ -169,9 +168,9 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
     trees: list[Any] = []
 
     def leaves() -> list[jax.Array]:
-        found, tree = jax.tree.flatten(create())
+        arrays, tree = jax.tree.flatten(create())
         trees.append(tree)
-        return found
+        return arrays
 
     traced = trace(leaves, [], CALLS)
     shape: CacheType = jax.tree.unflatten(trees[0], traced.results)
@@ -192,13 +191,13 @@ def _compiled(program: Program, shardings: tuple[NamedSharding, ...]) -> Callabl
 
 
 def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_page: bool = True) -> Placement:
-    """How rules place a cache, or one with only shapes.
+    """The placement that rules give a cache, which may have shapes in place of arrays.
 
     Args:
         cache: the cache.
         mesh: the mesh; axes that an enclosing `jax.shard_map` uses are left out.
         axis_rules: the rules.
-        by_page: whether the rows of a `PagedCache` may have pages of their shard only.
+        by_page: whether the mesh may shard a `PagedCache` by rows, each of which then has pages of its shard only.
     """
     if not cache.is_stored:
         return Placement(mesh, None, None, None)
@@ -233,7 +232,7 @@ def append(
     """`Cache.append` on a mesh, its arguments checked: each device writes the tokens of its rows, heads and slots.
 
     Raises:
-        UnsupportedError: packed rows, and a context that is cut.
+        UnsupportedError: packed rows, and a context that is sharded.
     """
     if rows is not None:
         check_packed(placement)
@@ -266,22 +265,22 @@ def _append_own(
     placement: Placement, cache: StoredCache, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
     rows: Rows | None,
 ) -> StoredCache:  # fmt: skip
-    """The append of one device, to its part of a cache."""
-    own = placement.local(cache)
+    """The append of one device, to its shard of a cache."""
+    shard = placement.local(cache)
     if rows is not None:
-        first = 0 if placement.batch is None else lax.axis_index(placement.batch) * own.batch
+        first = 0 if placement.batch is None else lax.axis_index(placement.batch) * shard.batch
         # Rows of other devices are out of range, and their tokens are dropped as padding is.
-        own = own._append(key, value, None, dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first))
+        shard = shard._append(key, value, None, dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first))
     elif placement.slots is None:
-        own = own._append(key, value, count, None)
+        shard = shard._append(key, value, count, None)
     else:
         assert count is not None
-        fit = jnp.clip(own.length * placement.shards(placement.slots) - cache.lengths, 0, count)
-        store = own._append(key, value, fit, None).store
+        fit = jnp.clip(shard.length * placement.shards(placement.slots) - cache.lengths, 0, count)
+        store = shard._append(key, value, fit, None).store
         dropped = cache.overflowed | (fit < count)
-        own = dataclasses.replace(cache, store=store, lengths=cache.lengths + fit, overflowed=dropped)
-    store = dataclasses.replace(own.store, first=cache.store.first, blocks=cache.store.blocks)
-    return dataclasses.replace(own, placement=cache.placement, store=store)
+        shard = dataclasses.replace(cache, store=store, lengths=cache.lengths + fit, overflowed=dropped)
+    store = dataclasses.replace(shard.store, first=cache.store.first, blocks=cache.store.blocks)
+    return dataclasses.replace(shard, placement=cache.placement, store=store)
 
 
 def pending(
@@ -291,7 +290,7 @@ def pending(
     """`Cache.pending` on a mesh: each device's new tokens.
 
     Raises:
-        UnsupportedError: a context that is cut; packed rows, and rows of the cache on several devices.
+        UnsupportedError: the context is sharded; or rows are packed, and the rows of the cache are sharded.
     """
     for what, axes in ("context of each row", placement.slots), ("rows", placement.batch if rows else None):
         if axes is not None:
@@ -325,10 +324,10 @@ def _grown(cache: StoredCache) -> dict[str, Any]:
 
 
 def check_packed(placement: Placement) -> None:
-    """Raise an `UnsupportedError` for packed rows of a context that is cut."""
+    """Raise an `UnsupportedError` if the context, of packed rows, is sharded."""
     if placement.slots is not None:
         reason = Reason(
             "rows", "packed", f"the mesh axes {', '.join(names_of(placement.slots))} shard the context of each row",
             "give a batch [B, T] with query_lengths; or AxisRules(kv_length=None)",
         )  # fmt: skip
-        raise UnsupportedError(f"packed rows over a context that is cut:\n  - {reason}", [reason])
+        raise UnsupportedError(f"packed rows over a context that is sharded:\n  - {reason}", [reason])

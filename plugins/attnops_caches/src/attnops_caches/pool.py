@@ -58,9 +58,9 @@ class PagePool:
         free: int32 [P], a stack of the ids of free pages, the next one last; -1 from `free_count` on.
         free_count: int32 [], how many pages are free.
         references: int32 [P], how many rows hold a page; 0 if it is free.
-        lengths: int32 [R], for how many tokens, left padding among them, a row has pages.
+        lengths: int32 [R], how many tokens, left padding included, each row has pages for.
         ok: bool [R], whether the last call did what it was asked for a row; True for rows not asked for anything.
-        page_size: tokens a page; static.
+        page_size: tokens per page; static.
     """
 
     table: jax.Array
@@ -77,7 +77,7 @@ class PagePool:
 
         Args:
             pages: P, how many pages there are.
-            page_size: tokens a page.
+            page_size: tokens per page.
             rows: R, how many requests hold pages at a time.
             max_pages: M, how many pages a row holds at most.
 

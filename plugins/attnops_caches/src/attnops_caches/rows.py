@@ -27,16 +27,16 @@ class Rows:
 
     Attributes:
         starts: integers [R + 1], not decreasing.
-        slots: integers [R], different from each other; the rows of the cache. Where a run is empty, any. They are
-            checked where starts and slots are known when tracing; else queries of a slot that is no row, and of a run
-            whose row has another run before it, are padding.
+        slots: the row of the cache of each run, integers [R], different from each other; any for an empty run. They are
+            checked if starts and slots are known when tracing; else queries are padding if their slot is no row, or if
+            a run before has the same row.
     """
 
     starts: Leaf
     slots: Leaf
 
     def __post_init__(self) -> None:
-        for name in ("starts", "slots"):  # a list would be as many arguments of a `jax.jit`
+        for name in ("starts", "slots"):  # each element of a list would be an argument of `jax.jit`
             if isinstance(value := getattr(self, name), (list, tuple)):
                 object.__setattr__(self, name, np.asarray(value))
 
@@ -73,7 +73,7 @@ class Rows:
         return jnp.where((slots >= 0) & (slots < batch), jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
 
     def firsts(self, N: int) -> jax.Array:
-        """The first of N tokens of each run, int32 [R]; as in `counts`, of starts beyond them."""
+        """The first of N tokens of each run, int32 [R]; at most N."""
         return jnp.clip(jnp.asarray(self.starts), 0, N)[:-1]
 
     def is_first(self, counts: jax.Array) -> jax.Array:
@@ -90,15 +90,15 @@ class Rows:
     def of_queries(self, N: int, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The cache's row of each query, and its index in that row; int32 [N], −1 for padding.
 
-        Queries of a run whose row has another run before it, which is known only when it runs, are padding.
+        Queries of a run are padding if a run before, known only when the program runs, has the same row.
 
         Args:
             N: packed queries.
-            lengths: of the cache's rows, these queries included, int32 [B].
+            lengths: the lengths of the cache's rows, these queries included, int32 [B].
         """
         place = jnp.arange(N, dtype=jnp.int32)
         slots = jnp.asarray(self.slots)
-        # As in `counts`: of starts beyond the queries, only the queries there are.
+        # As in `counts`, starts beyond the queries are clipped.
         starts = jnp.clip(jnp.asarray(self.starts), 0, N)
         run = jnp.searchsorted(starts, place, side="right").astype(jnp.int32) - 1
         is_real = (run >= 0) & (run < slots.shape[0])

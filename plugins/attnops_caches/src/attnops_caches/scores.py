@@ -1,6 +1,6 @@
 """Masks and biases of a call over a cache, from positions in sequences to the cache's slots.
 
-The scores of such a call are [B, H, T, S]: T queries of each row over its S slots; or, of packed rows,
+The scores of such a call are [B, H, T, S]: T queries of each row over its S slots; or, for packed rows,
 [1, H, N, B · S]: N queries over the slots of all rows.
 """
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scores:
-    """The scores of a call over a cache.
+class ScorePositions:
+    """The shape of the scores of a call over a cache, and where its queries and keys are.
 
     Attributes:
-        shape: [B, H, T, S] of masks and biases as the caller gives them: of packed rows T is N.
-        q_positions: int32 [B, T], or [1, N] of packed rows; −1 for padding.
-        q_rows: of packed rows, the row of the cache that each query belongs to, int32 [1, N]; else None.
+        shape: [B, H, T, S] of masks and biases as the caller gives them; for packed rows T is N.
+        q_positions: int32 [B, T], or [1, N] for packed rows; −1 for padding.
+        q_rows: for packed rows, the row of the cache that each query belongs to, int32 [1, N]; else None.
         cache: the cache.
     """
 
@@ -58,10 +58,10 @@ class Scores:
 
     @functools.cached_property
     def rows(self) -> Slots | None:
-        """Where tokens lie, as values by row; None of packed rows, and where a mesh shards the slots."""
+        """Where tokens lie, as values by row; None for packed rows, and where a mesh shards the slots."""
         placement = self.cache.placement
-        is_cut = placement is not None and placement.slots is not None
-        return None if self.is_packed or is_cut else self.cache.slots()
+        is_sharded = placement is not None and placement.slots is not None
+        return None if self.is_packed or is_sharded else self.cache.slots()
 
     @functools.cached_property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +75,7 @@ class Scores:
         return self.arrays[0].reshape(1, -1) if self.is_packed else self.arrays[0]
 
     def exists(self) -> Mask:
-        """The mask of what is there: real queries, tokens that are held, and of packed rows the same row."""
+        """The mask of what exists: real queries see the tokens that their row holds."""
         if self.rows is not None:
             return Held(self.q_positions, self.rows)
         held = self.arrays[1]
@@ -86,13 +86,13 @@ class Scores:
         return Segments(q_ids, jnp.where(held, rows, NO_KEY).reshape(1, -1))
 
 
-def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
+def slot_mask(mask: Mask | None, cache: Cache, scores: ScorePositions) -> Mask:
     """The mask of a call by slot, bound.
 
     Args:
-        mask: as the caller gives it: by positions; arrays by key are [..., S], by position.
+        mask: the caller's mask; its arrays by key, [..., S], are by position.
         cache: the cache.
-        scores: of the call.
+        scores: the scores of the call.
 
     Raises:
         ValueError: it fits no call of this shape, or has an array by key and positions have no limit.
@@ -110,7 +110,7 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
             f"{mask!r} numbers the queries of each row, but rows are packed, whose queries are numbered together; give "
             f"a batch [B, T] with query_lengths"
         )
-    # The scores of a batch in which each row has all queries; the slots of a cut context can't be had by row.
+    # The scores of a batch in which each row has all N queries.
     of_rows = dataclasses.replace(scores, q_rows=None)
     by_row = _by_slot(mask, cache, of_rows).bind(*scores.shape)
     if _varies(by_row):
@@ -118,14 +118,14 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: Scores) -> Mask:
     return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
 
 
-def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
-    """A caller's mask of a batch by slot: masks of positions at positions, arrays by key of masks of tokens by slot."""
+def _by_slot(mask: Mask, cache: Cache, scores: ScorePositions) -> Mask:
+    """A caller's mask of a batch, by slot: evaluated at the slots' positions, or its arrays by key taken to slots."""
     if isinstance(mask, (And, Or)):
         return type(mask)(_by_slot(mask.left, cache, scores), _by_slot(mask.right, cache, scores))
     if isinstance(mask, Not):
         return Not(_by_slot(mask.mask, cache, scores))
     q_positions = _unpadded(scores.q_positions) if isinstance(mask, Ancestors) else scores.q_positions
-    if scores.rows is not None and not isinstance(mask, Ancestors) and _is_own(mask):
+    if scores.rows is not None and not isinstance(mask, Ancestors) and _is_of_core(mask):
         place: Any = jax.ShapeDtypeStruct(scores.rows.sizes, jnp.int32)
         placed: Mask = mask.at(q_positions, place)
         if isinstance(placed, At) and placed.q_positions is q_positions and placed.kv_positions is place:
@@ -134,18 +134,18 @@ def _by_slot(mask: Mask, cache: Cache, scores: Scores) -> Mask:
     return _keys_by_slot(mask.bind(*scores.shape), cache, scores.slot_positions) if placed is mask else placed
 
 
-def _is_own(mask: Mask) -> bool:
+def _is_of_core(mask: Mask) -> bool:
     return type(mask).__module__.startswith("attnops.")
 
 
 def _unpadded(q_positions: jax.Array) -> jax.Array:
-    """Positions of queries [B, T] of which each is one after the last: also of those that are left padding, below 0."""
+    """Positions of queries [B, T] that count on through left padding, below 0."""
     place = jnp.arange(q_positions.shape[1], dtype=jnp.int32)
     first = jnp.where(q_positions < 0, -place.size, q_positions - place).max(1, keepdims=True)
     return first + place
 
 
-def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: Scores) -> Bias:
+def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: ScorePositions) -> Bias:
     """The bias of a call by slot, bound; see `slot_mask`."""
     bound: jax.Array | Bias
     if isinstance(bias, Bias):
@@ -172,7 +172,7 @@ class SlotBias(Bias):
 
     Attributes:
         bias: by positions; bound, or an array that broadcasts to [B, H, T, S].
-        q_positions: int32 [B, T], or [1, N] of packed rows; −1 for padding.
+        q_positions: int32 [B, T], or [1, N] for packed rows; −1 for padding.
         k_positions: the position of each slot, int32 [B, S] or [1, B · S]; or `Slots`, which computes them.
         q_rows: the row of the cache that each packed query belongs to, int32 [1, N]; None for a batch.
     """
@@ -186,7 +186,7 @@ class SlotBias(Bias):
 
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `Bias.apply`."""
-        # The query's index stays for arrays; functions of positions take its position.
+        # The query's index stays for arrays; functions of positions are given its position.
         slots = self.k_positions
         k_position = slots.position(b, kv) if isinstance(slots, Slots) else _picked(slots, b, kv)
         k_position = jnp.maximum(k_position, 0)
@@ -233,16 +233,16 @@ def _picked(values: jax.Array, b: Index, index: Index) -> jax.Array:
 
 
 def _varies(mask: Mask) -> bool:
-    """Whether a bound mask of a batch by slot has other arrays by batch, query or key than positions."""
-    found = False
+    """Whether a bound mask depends on batch, query or key by more than their positions."""
+    varies = False
     for name, letters in (mask.axes or {}).items():
         shape = getattr(getattr(mask, name, None), "shape", ())
         by_query = isinstance(mask, (At, AtSlots)) and name.endswith("_positions")
-        found |= not by_query and any(
+        varies |= not by_query and any(
             size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
         )  # fmt: skip
     inner = [x for x in _children(mask) if not isinstance(x, Slots)]
-    return found or mask.axes is None or any(map(_varies, inner))
+    return varies or mask.axes is None or any(map(_varies, inner))
 
 
 def _children(mask: Mask) -> list[Mask]:
@@ -266,7 +266,7 @@ def _keys_by_slot(mask: Mask, cache: Cache, positions: jax.Array) -> Mask:
 
 
 def _taken(value: Leaf, letters: str, positions: jax.Array) -> jax.Array:
-    """``value`` with axis "s" taken at ``positions`` [B, S], and so of B rows along axis "b"."""
+    """``value`` with B rows along axis "b", each with its axis "s" taken at ``positions`` [B, S]."""
     axis = letters.index("s")
     B, S = positions.shape
     index = positions.reshape([B if letter == "b" else S if letter == "s" else 1 for letter in letters])

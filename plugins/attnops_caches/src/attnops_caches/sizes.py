@@ -19,14 +19,14 @@ _UNPADDED: Final = ("cpu", "gpu", "cuda", "rocm")
 
 
 def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unpack[TokenOptions]) -> int:
-    """The bytes of one page of a `PagedCache` of all its layers, with its scales and the padding of the platform.
+    """The bytes of one page of a `PagedCache` in all its layers, with its scales and the padding of the platform.
 
     A TPU stores the last two dimensions of an array in tiles of (8, 128) for 4-byte elements, (16, 128) for 2-byte and
     (32, 128) for 1-byte ones, and pads both to multiples: the ``[page_size, W]`` of keys and values, and the
     ``[K, page_size]`` of scales by token and head. On CPUs and GPUs nothing is padded.
 
     Args:
-        page_size: slots a page.
+        page_size: slots per page.
         platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ``"rocm"`` or ``"tpu"``. None: of JAX's default backend.
         **tokens: `TokenOptions`, what the cache is created with; scales that are given to it may be left out.
 
@@ -65,12 +65,12 @@ def pages_that_fit(
     Args:
         hbm_utilization: the share of the memory that weights and pages may take together, above 0 and at most 1; the
             rest is for temporaries.
-        page_size: slots a page.
+        page_size: slots per page.
         max_model_length: tokens of the longest sequence. If given, the pages must hold it.
         device: whose memory; None for JAX's first local device.
         bytes_limit: the bytes of the memory. None: as the device reports, which CPUs do not.
-        bytes_in_use: the bytes of it that are taken. None: as the device reports, or 0 with ``bytes_limit``.
-        platform: as of `bytes_per_page`; None for the device's.
+        bytes_in_use: the bytes of it that are in use. None: as the device reports, or 0 with ``bytes_limit``.
+        platform: as in `bytes_per_page`; None for the device's.
         **tokens: `TokenOptions`, what the cache is created with; scales that are given to it may be left out.
 
     Raises:

@@ -24,9 +24,9 @@ class Pieces(NamedTuple):
     """Runs of new tokens, each in consecutive slots of one block; int32 arrays [N].
 
     Attributes:
-        row: the row of the new tokens.
-        first: the first of the row's new tokens.
-        size: how many; 0 for none.
+        row: the row in the arrays of new tokens.
+        first: the index of the first token in that row.
+        size: how many tokens; 0 for none.
         block: the block that they are written to.
         slot: the slot of the first.
     """
@@ -46,13 +46,13 @@ class Store:
 
     Attributes:
         key: [blocks, K, n, W], in the codec's dtype; narrow floats as bits, see `attnops_caches.bits`.
-        value: [blocks, K, n, Dv]; None where the array of keys has the values.
-        key_scale: float32 [], [K] or [blocks, K, n], by the codec; None without one.
-        value_scale: the same of the values; None of latent content.
+        value: [blocks, K, n, Dv]; None if the array of keys has the values.
+        key_scale: the keys' scales, float32 [], [K] or [blocks, K, n], by the codec; None without one.
+        value_scale: the values' scales, likewise; None for latent content.
         layout: how a token lies in these arrays.
-        first: of one layer in the arrays of all layers, [L, blocks, K, n, D], its first block, int32 []; None where all
-            blocks are its own.
-        blocks: of one layer in the arrays of all layers, how many; None where all blocks are its own.
+        first: for one layer whose arrays are those of all layers, [L, blocks, K, n, D], its first block, int32 []; else
+            None.
+        blocks: for such a layer, how many blocks it has; else None.
     """
 
     key: jax.Array
@@ -70,7 +70,7 @@ class Store:
 
     @property
     def own_blocks(self) -> int:
-        """How many blocks there are, of one layer."""
+        """How many blocks one layer has."""
         return self.key.shape[-4] if self.blocks is None else self.blocks
 
     @property
@@ -79,7 +79,7 @@ class Store:
         return 0 if self.first is None else self.first
 
     def own(self, x: jax.Array) -> jax.Array:
-        """Of an array of blocks, this layer's: a copy if it has those of other layers too."""
+        """This layer's blocks of an array of blocks: a copy if it has those of other layers too."""
         if self.first is None:
             return x
         if self.key.ndim == 4:
@@ -107,14 +107,14 @@ class Store:
         return dataclasses.replace(self, **flat)
 
     def local(self) -> Store:
-        """A device's part of this store, whose counts are of the whole store."""
+        """This store in a `jax.shard_map`, where its arrays are a shard: ``first`` and ``blocks`` count the shard's."""
         if self.first is None:
             return self
-        own = self.key.shape[-4]
-        return dataclasses.replace(self, first=self.first // self.own_blocks * own, blocks=own)
+        local_blocks = self.key.shape[-4]
+        return dataclasses.replace(self, first=self.first // self.own_blocks * local_blocks, blocks=local_blocks)
 
     def with_layer(self, one: Store) -> Store:
-        """This store with a layer axis, with the arrays of one of its layers."""
+        """This store, of all layers, with the arrays of ``one``, a layer whose arrays are those of all layers."""
         return dataclasses.replace(self, **one._blocks())  # type: ignore[arg-type]
 
     def _blocks(self) -> dict[str, jax.Array]:
@@ -171,10 +171,10 @@ class Store:
             stored_value, scales["value_scale"] = layout.encoded(value, self.value_scale)
         if layout.content == "separate":
             assert stored_value is not None
-            found = {"key": stored, "value": stored_value}
+            arrays = {"key": stored, "value": stored_value}
         else:
-            found = {"key": layout.joined(stored, stored_value)}
-        return found | {name: x for name, x in scales.items() if x is not None and layout.has_token_scales}
+            arrays = {"key": layout.joined(stored, stored_value)}
+        return arrays | {name: x for name, x in scales.items() if x is not None and layout.has_token_scales}
 
 
 def _write(
@@ -188,13 +188,13 @@ def _write(
 
     Args:
         targets: [blocks, K, n, d] each, or a layer of [L, blocks, K, n, d].
-        tokens: for each target.
+        tokens: the new tokens for each target.
         pieces: where they go.
-        count: how many of the pieces are written, the first ones.
-        layer: which one.
+        count: how many pieces are written, from the first on.
+        layer: the layer; None for targets without a layer axis.
     """
     T, n = tokens[0].shape[2], targets[0].shape[-2]
-    # A window of a row's new tokens may begin before the first and end after the last of them.
+    # The window of a piece may begin before its row's first new token, and end after the last.
     window = min(T, n)
     before = 0 if T == 1 else window
     padded = [x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (before, before), (0, 0))) for x in tokens]

@@ -109,11 +109,11 @@ class StoredCache(Cache):
         lengths: ArrayLike | None = None,
         rows: Rows | None = None,
     ) -> Self:
-        """See `Cache.append`; on a mesh each device writes to its part.
+        """See `Cache.append`; on a mesh each device writes to its shard.
 
         Raises:
             ValueError: see `Cache.append`.
-            UnsupportedError: packed rows, and a mesh that shards the context.
+            UnsupportedError: packed rows on a mesh that shards the context.
         """
         given = self._new(key, value, lengths, rows)
         placement = None if self.placement is None else self.placement.free()
@@ -134,7 +134,7 @@ class StoredCache(Cache):
 
         Raises:
             ValueError: see `append`.
-            UnsupportedError: a mesh that shards the context, or of packed rows the rows.
+            UnsupportedError: a mesh shards the context; or rows are packed, and it shards the cache's rows.
         """
         key, value, count, rows = self._new(key, value, lengths, rows)
         placement = None if self.placement is None else self.placement.free()
@@ -158,11 +158,11 @@ class StoredCache(Cache):
             new: the tokens.
             rows: whose are written, bool [B].
 
-        The loop that writes has a turn for each page of these rows that has new tokens; before it, all pages that the
-        tokens of all rows might lie in are sorted.
+        The loop that writes has an iteration for each page of these rows that has new tokens; before it, all pages that
+        the tokens of all rows might lie in are sorted.
 
         Raises:
-            ValueError: the cache is on a mesh: a kernel is given each device's part.
+            ValueError: the cache is on a mesh: a kernel is given each device's shard.
         """
         if self.placement is not None and self.placement.free() is not None:
             raise ValueError("the cache is on a mesh: write_new is for a device's part of it, inside jax.shard_map")

@@ -1,4 +1,4 @@
-"""TileLoader: what loads tiles of keys and values for native `flash`, and that of the arrays of a `Store`."""
+"""TileLoader: loads tiles of keys and values for native `flash`; StoreLoader: from the arrays of a `Store`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class TileAt(NamedTuple):
-    """Which slots a tile has, and of which heads.
+    """The slots and kv heads of a tile.
 
     Attributes:
-        row: of the cache, int32 [].
+        row: the row of the cache, int32 [].
         head: the first kv head, int32 [].
         slot: the first slot of the row, int32 []; a multiple of `TileLoader.unit`.
         heads: how many kv heads; static.
         size: how many slots, a multiple of `TileLoader.unit`; static.
-        dtype: of the operands of products; static.
+        dtype: the dtype of the operands of products; static.
     """
 
     row: Index
@@ -75,11 +75,11 @@ class TileLoader(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoreLoader(TileLoader):
-    """Loads from a `Store`.
+    """Loads tiles from a `Store`.
 
     Attributes:
-        store: of one layer, perhaps in the arrays of all layers.
-        table: int32 [rows, pages a row] where its blocks are pages; None where they are rows.
+        store: the store of one layer, whose arrays may be those of all layers.
+        table: int32 [rows, pages per row] where its blocks are pages; None where they are rows.
     """
 
     store: Store
@@ -122,7 +122,7 @@ class StoreLoader(TileLoader):
         return KeyValue(self._operand(key, at), self._operand(value, at), *scales)
 
     def _tile(self, x: jax.Array, feature: int, d: int, at: TileAt) -> jax.Array:
-        """[heads, size, d] of an array [blocks, K, n, W], or one with L in front, from a feature on."""
+        """The tile [heads, size, d], features from ``feature`` on, of an array [blocks, K, n, W] or [L, blocks, …]."""
         store = self.store
         # The arrays of all layers keep the layer axis: XLA's CPU backend copies a loop's array that is reshaped, for
         # K = 1.
@@ -137,14 +137,14 @@ class StoreLoader(TileLoader):
         count = at.size // size
         numbers = lax.dynamic_slice(pages, _int32(at.row, at.slot // size), (1, count))[0]
         # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
-        # concatenated, take up to 1.5 times the CPU time at 16 tokens a page.
+        # concatenated, take up to 1.5 times the CPU time at 16 tokens per page.
         starts = [jnp.broadcast_to(i, numbers.shape) for i in _int32(*lead, numbers, at.head, feature)]
         sizes = (*ones, 1, at.heads, size, d)
         taken = lax.gather(x, jnp.stack(starts, 1), _by_page(len(lead)), sizes, mode="promise_in_bounds")
         return taken.swapaxes(0, 1).reshape(at.heads, at.size, d)
 
     def _scale(self, x: jax.Array | None, at: TileAt) -> jax.Array | None:
-        """What broadcasts to [heads, size] of a scale [], [K] or [blocks, K, n]."""
+        """The scales of a tile, which broadcast to [heads, size], from a scale [], [K] or [blocks, K, n]."""
         if x is None or x.ndim == 0:
             return x if x is None else x[None, None]
         if x.ndim == 1:
@@ -162,6 +162,6 @@ def _int32(*indices: Index) -> list[jax.Array]:
 
 
 def _by_page(layers: int) -> lax.GatherDimensionNumbers:
-    """Of a gather by layer if there is that axis, page, first head and first feature: [pages, heads, page, d]."""
+    """A gather to [pages, heads, page, d], by layer (if ``layers`` is 1, and not 0), page, first head and feature."""
     collapsed, mapped = tuple(range(layers + 1)), (*range(layers + 2), layers + 3)
     return lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=collapsed, start_index_map=mapped)

@@ -20,7 +20,7 @@ class Contents(NamedTuple):
     Attributes:
         keys: [B, S, K, D], dequantised, of the cache's dtype.
         values: [B, S, K, Dv], dequantised, of the cache's dtype.
-        positions: of the tokens in their sequences, int32 [B, S].
+        positions: the tokens' positions in their sequences, int32 [B, S].
         held: whether the slot holds a token, bool [B, S]; the others may hold anything, NaN too.
     """
 
@@ -35,12 +35,12 @@ class NewTokens(NamedTuple):
     """New tokens that are not written yet.
 
     Attributes:
-        tokens: by the names of the store's arrays, as they are stored, [B, K, T, d]; scales by token [B, K, T]. Of
-            packed rows [1, K, N, d] and [1, K, N].
-        first: the slot of each row's first, int32 [B]; after a ring's last slot comes its first.
-        size: how many fit, int32 [B].
-        blocks: the blocks that they go to, in order, int32 [B, blocks].
-        starts: of packed rows, the number of each row's first token among the N, int32 [B]; None for a batch.
+        tokens: what is written to each array of the `Store`, by its name: tokens as they are stored, [B, K, T, d], and
+            scales by token, [B, K, T]; for packed rows [1, K, N, d] and [1, K, N].
+        first: the slot of each row's first new token, int32 [B]; in a ring, slot 0 follows the last slot.
+        size: how many tokens of each row fit, int32 [B].
+        blocks: the blocks that each row's tokens go to, in order, int32 [B, blocks].
+        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
     """
 
     tokens: dict[str, jax.Array]
@@ -68,11 +68,11 @@ class Planned(NamedTuple):
     """Where new tokens go, and what the rows are after they are written.
 
     Attributes:
-        pieces: by row of the cache; ``first`` counts the row's own new tokens.
+        pieces: where they go; ``row`` is a row of the cache, and ``first`` is 0 for the row's first new token.
         fit: how many of each row's tokens fit, int32 [B].
-        lengths: of the rows afterwards, int32 [B].
+        lengths: the rows' lengths afterwards, int32 [B].
         dropped: whether some token of the row did not fit, bool [B].
-        starts: of packed rows, the number of each row's first token among the N, int32 [B]; None for a batch.
+        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
     """
 
     pieces: Pieces
@@ -83,12 +83,12 @@ class Planned(NamedTuple):
 
     @property
     def pieces_of_tokens(self) -> Pieces:
-        """The pieces by row of the tokens, which is one row if rows are packed."""
+        """The pieces with ``row`` and ``first`` of the arrays of new tokens, which have one row if rows are packed."""
         return of_packed(self.pieces, self.starts)
 
 
 def of_packed(pieces: Pieces, starts: jax.Array | None) -> Pieces:
-    """Pieces by row of a cache as pieces of packed tokens that begin at ``starts``; None: they are not packed."""
+    """Pieces by row of a cache as pieces of packed tokens, in which rows begin at ``starts``; None: not packed."""
     if starts is None:
         return pieces
     return pieces._replace(first=pieces.first + starts[pieces.row], row=jnp.zeros_like(pieces.row))

@@ -39,7 +39,7 @@ class WindowCache(StoredCache):
     Attributes:
         written: one more than the largest index that was ever written, int32 [B].
         window: tokens that a query sees.
-        max_append: most tokens an append.
+        max_append: the most tokens of one append.
     """
 
     written: jax.Array
@@ -60,13 +60,13 @@ class WindowCache(StoredCache):
         starts: ArrayLike | None = None,
         **tokens: Unpack[TokenOptions],
     ) -> WindowCache:
-        """An empty cache of R = ``window - 1 + max_append`` slots a row.
+        """An empty cache of R = ``window - 1 + max_append`` slots per row.
 
         Args:
             batch: B, the rows.
             window: tokens that a query sees, itself included.
-            max_append: most tokens an append: a longer prompt is appended in chunks. So many tokens can also be taken
-                back by `truncate`.
+            max_append: the most tokens of one append; a longer prompt is appended in chunks. So many tokens can also be
+                taken back by `truncate`.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             **tokens: `TokenOptions`, what every storage is created with.
 
@@ -89,10 +89,10 @@ class WindowCache(StoredCache):
         lengths: ArrayLike | None = None,
         rows: Rows | None = None,
     ) -> Self:
-        """See `Cache.append`. Of a traced packed run, tokens beyond ``max_append`` don't fit.
+        """See `Cache.append`. If packed rows are traced, tokens of a run beyond ``max_append`` don't fit.
 
         Raises:
-            ValueError: more than ``max_append`` tokens a row; see `Cache.append`.
+            ValueError: known to be more than ``max_append`` tokens per row; see `Cache.append`.
         """
         self._check_append(key, rows)
         return super().append(key, value, lengths, rows)
@@ -154,7 +154,7 @@ class WindowCache(StoredCache):
         """
         cache = super().truncate(lengths)
         kept = cache.lengths
-        # Where nothing but padding is kept, what the ring has is of no use, and its slots are free.
+        # If only padding is kept, the ring's tokens are of no use, and its slots are free.
         written = jnp.where(kept <= self.starts, kept, self.written)
         oldest = written - self.length  # the first index that the ring still has
         lost = (kept < self.lengths) & (oldest > jnp.maximum(kept - self.window + 1, self.starts))
@@ -165,7 +165,7 @@ class WindowCache(StoredCache):
         return window if mask is None else mask & window
 
     def slots(self) -> Slots:
-        # Of each slot the largest index below `written` that lies in it.
+        # A slot has the largest index below `written` that falls in it.
         last = self.written - 1
         newest = last % self.length
         return self._slots(last - newest, newest)

@@ -21,7 +21,7 @@ RENAMED: Final = {"--T": "--query-length", "--S": "--key-length", "--b": "--batc
 
 # The devices by which Linux shows a TPU.
 TPU_FILES: Final = ("/dev/accel*", "/dev/vfio/*")
-# What keeps libtpu from asking for its machine's description over the network, and from telling of it.
+# These keep libtpu from asking the network for a description of the machine, and from printing that it failed.
 QUIET_LIBTPU: Final = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
@@ -125,7 +125,7 @@ def make_app() -> typer.Typer:
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """The parameters, flags among them without a type, which typer prints as "<bool>"."""
+    """The parameters, flags without their type, which typer would print as "<bool>"."""
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -133,6 +133,6 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 def _renamed(argument: str) -> str:
-    """The option of today for one of `RENAMED`, as "--T 8" or "--T=8"; anything else as it is."""
+    """The present spelling of an option of `RENAMED`, given as "--T 8" or "--T=8"; anything else as it is."""
     name, equals, value = argument.partition("=")
     return RENAMED.get(name, name) + equals + value

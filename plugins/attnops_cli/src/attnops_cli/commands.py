@@ -1,7 +1,7 @@
 """The commands of installed distributions: entry points of the group ``attnops.commands``.
 
 An entry point's name is the command's, and its value a function that typer makes a command of. Only the command that
-runs is imported, and for ``--help`` each.
+runs is imported; ``--help`` imports all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnops.errors import pass_interrupt, printable
 if TYPE_CHECKING:
     from importlib_metadata import EntryPoint
 
-# By command: the distribution of this project that has it, apart from attnops-cli.
+# The distribution of this project that has a command, except attnops-cli.
 HOMES: Final = {
     "bench": "attnops-testing",
     "check": "attnops-testing",
@@ -43,17 +43,17 @@ def installed() -> Declared:
 
     A distribution whose metadata can't be read has none; `attnops list` tells of it.
     """
-    found: dict[str, dict[str, EntryPoint]] = {}
+    by_command: dict[str, dict[str, EntryPoint]] = {}
     for distribution in importlib_metadata.distributions():
         try:
             if GROUP in (distribution.read_text("entry_points.txt") or ""):
                 owner = normalize(distribution.metadata["Name"])
                 if is_imported(owner, distribution):
                     for entry_point in distribution.entry_points.select(group=GROUP):
-                        found.setdefault(entry_point.name, {})[owner] = entry_point
+                        by_command.setdefault(entry_point.name, {})[owner] = entry_point
         except Exception:
             continue
-    return dict(sorted(found.items()))
+    return dict(sorted(by_command.items()))
 
 
 def load(name: str, declared: Declared, make: Callable[[Any], Command]) -> Command:

@@ -25,7 +25,7 @@ SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "numpy")
 
 FOR_SEVERAL_DEVICES: Final = "attnops-ring"
 
-# By platform: what the names of JAX's distributions for it begin with, and what installs them.
+# By platform: a prefix of the names of JAX's distributions for it, and what installs them.
 JAX_PLUGINS: Final = {
     "cuda": ("jax-cuda", "pip install 'jax[cuda13]'"),
     "rocm": ("jax-rocm", "pip install 'jax[rocm7-local]'"),
@@ -46,7 +46,7 @@ class Report:
         devices: JAX's devices.
         requirement_checker: the module that reads requirements; empty where there is none, so that none is checked.
         installed: the distributions, each imported.
-        kernels: what serves a long call on this machine, or on the platform that was asked for, and how; a line each.
+        kernels: lines that say what serves a long call on this machine, or on the platform asked for, and how.
         problems: what is wrong.
         suggestions: what could be installed for it.
     """
@@ -92,7 +92,7 @@ def command(
 
 
 def examine(verbose: bool = False, platform: str | None = None) -> Report:
-    """Collect the report; of a platform, None for those of this machine's devices."""
+    """Collect the report for a platform; None for the platforms of this machine's devices."""
     versions = _versions()
     problems = known_problems(versions)
     backend, devices = "", []
@@ -176,22 +176,22 @@ def _kernels(platforms: list[str], found: tuple[Plugin, ...]) -> list[str]:
 
 
 def _suggestions(platforms: list[str], devices: int, distributions: set[str]) -> list[Problem]:
-    """What to install for platforms of so many devices; 0 for a platform that JAX may not be installed for."""
-    found = []
+    """What to install for platforms, given their numbers of devices: 0 if JAX may not be installed for a platform."""
+    problems = []
     for path, (platform, what) in DEVICE_FILES.items():
         if platform not in platforms and Path(path).exists():
-            found.append(Problem(f"this machine has {what}, which JAX does not use", JAX_PLUGINS[platform][1]))
+            problems.append(Problem(f"this machine has {what}, which JAX does not use", JAX_PLUGINS[platform][1]))
     for platform in platforms:
         prefix, install = JAX_PLUGINS.get(platform, ("", ""))
         if not devices and not any(name.startswith(prefix) for name in distributions):
-            found.append(Problem(f"JAX needs {prefix} to run on {platform}", install))
+            problems.append(Problem(f"JAX needs {prefix} to run on {platform}", install))
         wanted = FOR_PLATFORM.get(platform, CORE)
         if wanted not in distributions:
-            found.append(Problem(f"{wanted} has kernels for {platform}", f"pip install {wanted}"))
+            problems.append(Problem(f"{wanted} has kernels for {platform}", f"pip install {wanted}"))
     if devices > 1 and FOR_SEVERAL_DEVICES not in distributions:
         what = f"{FOR_SEVERAL_DEVICES} shards long sequences over these {devices} devices"
-        found.append(Problem(what, f"pip install {FOR_SEVERAL_DEVICES}"))
-    return found
+        problems.append(Problem(what, f"pip install {FOR_SEVERAL_DEVICES}"))
+    return problems
 
 
 def _print(report: Report, verbose: bool) -> None:

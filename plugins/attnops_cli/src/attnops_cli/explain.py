@@ -58,7 +58,7 @@ def command(
     bias: Annotated[str | None, typer.Option(help="The shape of an array: 1x8x128x128.")] = None,
     soft_cap: Annotated[float | None, typer.Option(help="Soft cap of the scores.")] = None,
     scale: Annotated[float | None, typer.Option(help="Scale of the scores.", show_default="D ** -0.5")] = None,
-    sinks: Annotated[bool, typer.Option("--sinks", help="One learnable logit a head.")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="One learnable logit per head.")] = False,
     dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.0,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for the logsumexp.")] = False,
     return_weights: Annotated[bool, typer.Option("--return-weights", help="Ask for the attention weights.")] = False,
@@ -124,8 +124,8 @@ def _request(
     make: MakeSource | None,
     **options: Any,
 ) -> AttentionRequest:
-    """The request of such a call. Traced, so that no array of these shapes is made."""
-    found: list[AttentionRequest] = []
+    """The request of a call with these options. It is traced, so that no array of these shapes is made."""
+    requests: list[AttentionRequest] = []
 
     def call() -> None:
         query, key, value = (jnp.zeros(shape, dtype) for shape in shapes)
@@ -143,10 +143,10 @@ def _request(
             **options,
         )
         assert isinstance(request, AttentionRequest)
-        found.append(request)
+        requests.append(request)
 
     jax.eval_shape(call)
-    return found[0]
+    return requests[0]
 
 
 def _mesh(text: str) -> AbstractMesh:

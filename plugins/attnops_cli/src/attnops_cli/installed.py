@@ -25,7 +25,7 @@ class Installed:
 
     Attributes:
         plugins: every operation of every distribution, by operation, the core's first.
-        troubles: what no plugin's state tells, such as distributions whose metadata is broken.
+        troubles: problems that are not a plugin's state, such as distributions whose metadata is broken.
         faults: faults of plugins' methods when called with a small request, each with the plugin's name.
         ambiguous: names that several serve equally well.
 
@@ -98,7 +98,7 @@ def describe(plugin: Plugin, plugins: tuple[Plugin, ...]) -> dict[str, Any]:
 
 def _ambiguous(operations: list[str]) -> list[str]:
     """The errors of `OperationRegistry.get` for ambiguous names, once for all platforms of a name."""
-    found: dict[tuple[str, str], tuple[str, list[str]]] = {}
+    seen: dict[tuple[str, str], tuple[str, list[str]]] = {}
     for operation in operations:
         for platform in PLATFORMS:
             try:
@@ -107,7 +107,7 @@ def _ambiguous(operations: list[str]) -> list[str]:
                     OperationRegistry.get(operation, platform)
             except (AmbiguousOperationError, DuplicateOperationError) as error:
                 key = operation, str(error).replace(f" on {platform}", "")
-                found.setdefault(key, (str(error), []))[1].append(platform)
+                seen.setdefault(key, (str(error), []))[1].append(platform)
             except PluginError:
                 pass  # shown by its state
-    return [message + (f" (also on {', '.join(others)})" if others else "") for message, (_, *others) in found.values()]
+    return [message + (f" (also on {', '.join(others)})" if others else "") for message, (_, *others) in seen.values()]

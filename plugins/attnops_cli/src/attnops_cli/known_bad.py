@@ -14,7 +14,7 @@ class Problem:
     """Something wrong, or something to gain.
 
     Attributes:
-        what: it, in a sentence.
+        what: the problem, in a sentence.
         install: what to do about it, as a command where that is possible.
     """
 
@@ -22,7 +22,7 @@ class Problem:
     install: str
 
 
-# Pairs that are released together, and of which the second, where installed, must have the first one's minor version.
+# Pairs that are released together: the second, if it is installed, must have the first one's minor version.
 SAME_MINOR: Final = (
     ("jax", "jaxlib"),
     ("jaxlib", "jax-cuda12-plugin"),
@@ -34,15 +34,15 @@ SAME_MINOR: Final = (
 
 def known_problems(versions: Mapping[str, str]) -> list[Problem]:
     """What is known to be wrong with these versions, by distribution, "python" among them."""
-    found = []
+    problems = []
     for first, second in SAME_MINOR:
         if first in versions and second in versions and _minor(versions[first]) != _minor(versions[second]):
             what = (
                 f"{first} {versions[first]} and {second} {versions[second]} do not work together: the minor versions "
                 "must be equal"
             )
-            found.append(Problem(what, f"pip install '{second}=={versions[first]}'"))
-    return found
+            problems.append(Problem(what, f"pip install '{second}=={versions[first]}'"))
+    return problems
 
 
 def _minor(version: str) -> tuple[int, ...]:

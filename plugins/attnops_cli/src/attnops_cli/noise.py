@@ -13,13 +13,13 @@ __all__ = ["find_devices", "quiet"]
 
 
 class Kept:
-    """What was printed; ``show()`` in the context has it printed at its end."""
+    """What was printed in a context, which `show` prints when the context ends."""
 
     def __init__(self) -> None:
         self.shown = False
 
     def show(self) -> None:
-        """Print at the end of the context what it kept."""
+        """Print what was kept when the context ends."""
         self.shown = True
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 __all__ = ["fail", "print_heading", "print_json", "print_table", "print_text", "printer", "showable"]
 
-# Wide enough that nothing is cut or wrapped where the output is read by a program.
+# Wide enough that nothing is truncated or wrapped if a program reads the output.
 _PIPE_WIDTH = 200
 
 _STYLES = {
@@ -60,7 +60,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], widths: S
     Args:
         columns: the headings; empty for rows of a table whose headings are printed already.
         rows: the cells.
-        widths: of the first columns, at most a third of the line each, where a table is printed in pieces.
+        widths: the widths of the first columns, at most a third of the line each, if a table is printed in pieces.
     """
     rows = list(rows)
     console = printer()
@@ -85,7 +85,7 @@ def fail(error: Exception | str, status: int) -> NoReturn:
 
 
 def printer() -> Console:
-    """What prints to stdout, as wide as the terminal or as COLUMNS says."""
+    """A console that prints to stdout, as wide as the terminal or as COLUMNS says."""
     console = Console(highlight=False)
     known = console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
     return console if known else Console(highlight=False, width=_PIPE_WIDTH)

@@ -33,8 +33,8 @@ def command(
     key_length: Annotated[
         int | None, typer.Option("-S", "--key-length", help="S, in tokens.", show_default="T", min=1)
     ] = None,
-    block_q: Annotated[int | None, typer.Option(help="Queries a tile: shows the tiles.", min=1)] = None,
-    block_k: Annotated[int | None, typer.Option(help="Keys a tile.", show_default="block-q", min=1)] = None,
+    block_q: Annotated[int | None, typer.Option(help="Queries per tile: shows the tiles.", min=1)] = None,
+    block_k: Annotated[int | None, typer.Option(help="Keys per tile.", show_default="block-q", min=1)] = None,
     b: Annotated[int, typer.Option("-b", "--batch", help="Which of the batch.", min=0)] = 0,
     h: Annotated[int, typer.Option("--head", help="Which head.", min=0)] = 0,
     output: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg or .pdf.")] = None,
@@ -68,7 +68,7 @@ def command(
 
 
 def mask_with_values(text: str) -> Mask:
-    """A mask whose arrays have values, as they count where it is drawn or measured.
+    """A mask whose arrays have values, which a picture or a coverage depends on.
 
     Raises:
         ValueError: it can't be parsed, or has an array given only by its shape.
@@ -96,7 +96,7 @@ def _tiles(mask: Mask, shape: tuple[int, int, int, int], blocks: tuple[int, int]
 
 
 def _seen(mask: Mask, shape: tuple[int, int, int, int], b: int, h: int) -> Any:
-    """Booleans [T, S]; None where they would be too many to be seen."""
+    """The mask as booleans [T, S]; None if they are too many to be seen."""
     if max(shape[2:]) > _LARGEST_IMAGE:
         return None
     dense = np.asarray(mask.dense(*shape))
@@ -158,7 +158,7 @@ def _draw(
 
 
 def _draw_tiles(axes: Any, tiles: Any, blocks: tuple[int, int], shape: tuple[int, int], filled: bool) -> list[Any]:
-    """A frame a tile, just inside it so that neighbours' colours stay apart; returns the legend's entries."""
+    """Draw a frame per tile, just inside it so that neighbours' colours stay apart; returns the legend's entries."""
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 

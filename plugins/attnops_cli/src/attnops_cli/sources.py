@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 GROUP: Final = "attnops.sources"
 
-# Of query [B, T, H, D] and key [B, S, K, D].
+# From query [B, T, H, D] and key [B, S, K, D] to the query, the source, and the options of the call.
 MakeSource = Callable[[jax.Array, jax.Array], tuple[jax.Array, Source, dict[str, Any]]]
 
 
 def made_source(name: str | None, options: str | None, value_head_dim: int | None) -> MakeSource | None:
-    """What makes the source that the command line names; None for none.
+    """A function that makes the source that the command line names; None for none.
 
     Args:
-        name: of the entry point, in any case.
+        name: the entry point's name, in upper or lower case.
         options: ``"page_size=32,codec=int8"``.
         value_head_dim: Dv, if it is given.
 
@@ -54,16 +54,16 @@ def made_source(name: str | None, options: str | None, value_head_dim: int | Non
     make, given = _called(owner, entry, entry.load), _parsed(options)
 
     def made(query: jax.Array, key: jax.Array) -> tuple[jax.Array, Source, dict[str, Any]]:
-        found = _called(owner, entry, lambda: make(query, key, value_head_dim, given))
-        if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[1], Source)):
+        result = _called(owner, entry, lambda: make(query, key, value_head_dim, given))
+        if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[1], Source)):
             raise ValueError(f"{entry.value} of {owner} must return (query, source, options)")
-        return found
+        return result
 
     return made
 
 
 def _called(owner: str, entry: EntryPoint, function: Callable[[], Any]) -> Any:
-    """``function()``, of an entry point; a `ValueError` with the distribution's name for what it raises."""
+    """``function()`` of an entry point; what it raises becomes a `ValueError` that names the distribution."""
     try:
         return function()
     except BaseException as error:
@@ -75,10 +75,10 @@ def _called(owner: str, entry: EntryPoint, function: Callable[[], Any]) -> Any:
 
 
 def _parsed(options: str | None) -> dict[str, str]:
-    found = {}
+    by_name = {}
     for part in (options or "").split(",") if options else ():
         key, equals, value = (x.strip() for x in part.partition("="))
         if not (key and equals and value):
             raise ValueError(f"source_options={options!r} must be name=value, separated by commas: page_size=32")
-        found[key] = value
-    return found
+        by_name[key] = value
+    return by_name

@@ -62,10 +62,10 @@ def compile_for(
     """A function compiled for one TPU, a `jax.stages.Compiled`.
 
     Args:
-        function: of arrays, or of pytrees of them.
+        function: a function of arrays, or of pytrees of them.
         arguments: its arguments, arrays or `jax.ShapeDtypeStruct`.
         generation: one of `TOPOLOGIES`.
-        donated: the numbers of the arguments whose buffers the results may take.
+        donated: the numbers of the arguments whose buffers the results may reuse.
     """
     from attnops_tpu.generations import target
 

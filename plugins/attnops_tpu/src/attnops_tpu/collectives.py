@@ -36,7 +36,7 @@ class Event(NamedTuple):
     Attributes:
         kind: ``"start"`` or ``"done"`` of a transfer, ``"whole"`` for a synchronous transfer, or ``"kernel"``.
         what: the collective operation; the kernel's name, or that of the instruction that runs kernels.
-        name: of the transfer, the same at its start and its end.
+        name: the transfer's name, the same at its start and its end.
     """
 
     kind: str
@@ -52,7 +52,7 @@ def scheduled(lowered: jax.stages.Lowered, generation: str) -> tuple[jax.stages.
 
     Args:
         lowered: a `jax.stages.Lowered` for ``"tpu"``, placed on `attnops_tpu.aot.devices`.
-        generation: of these devices.
+        generation: the generation of these devices.
 
     Returns:
         The `jax.stages.Compiled`, and the text; its ``as_text`` lacks the order of asynchronous operations.
@@ -67,7 +67,7 @@ def exchanges(program: str) -> dict[str, list[Event]]:
     """For each computation with a transfer, such as a loop's body: its transfers and kernels, in order.
 
     Args:
-        program: see `scheduled`.
+        program: the text of the compiled program, from `scheduled`.
     """
     bodies = computations(program)
 
@@ -89,14 +89,14 @@ def exchanges(program: str) -> dict[str, list[Event]]:
         return None
 
     events = {name: [e for line in lines if (e := event(line))] for name, lines in bodies.items()}
-    return {name: own for name, own in events.items() if any(e.kind != "kernel" for e in own)}
+    return {name: some for name, some in events.items() if any(e.kind != "kernel" for e in some)}
 
 
 def exposed(events: list[Event]) -> list[Event]:
     """The transfers, by their starts, that no kernel overlaps, so that a device waits for them.
 
     Args:
-        events: of one computation, see `exchanges`.
+        events: the events of one computation, from `exchanges`.
     """
     waits = []
     for i, event in enumerate(events):
@@ -110,7 +110,7 @@ def exposed(events: list[Event]) -> list[Event]:
 
 
 def computations(program: str) -> dict[str, list[str]]:
-    """The instructions of each computation, a line each."""
+    """The instructions of each computation, one line per instruction."""
     bodies: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in program.splitlines():

@@ -16,10 +16,10 @@ class Generation(NamedTuple):
     """The properties of a generation that tile sizes depend on.
 
     Attributes:
-        name: such as ``"v6e"``.
-        vmem: bytes of vector memory a core.
-        strided_rotation: see `attnops_tpu.flash.plan.Plan`.
-        cores: those of a device, which share the parallel axes of a kernel's grid.
+        name: the generation's name, such as ``"v6e"``.
+        vmem: bytes of vector memory per core.
+        strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.
+        cores: cores of a device, which share the parallel axes of a kernel's grid.
         takes_e4m3: whether the matrix unit multiplies bfloat16 with float8_e4m3fn.
     """
 

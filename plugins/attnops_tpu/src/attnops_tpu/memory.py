@@ -34,7 +34,7 @@ class KernelMemory(NamedTuple):
     Attributes:
         name: the kernel's.
         limit: the most that it may use, which the compiler withholds from the arrays of the program.
-        used: by its blocks, its scratch and spilled registers.
+        used: what its blocks, its scratch and spilled registers use.
     """
 
     name: str
@@ -50,40 +50,40 @@ class _Array(NamedTuple):
 
 
 def kernels(program: str) -> list[KernelMemory]:
-    """The kernels of a program, in order; of those that are not in vector memory at all, none.
+    """The kernels of a program that use vector memory, in order.
 
     Args:
-        program: see `attnops_tpu.collectives.scheduled`.
+        program: the text of the compiled program, from `attnops_tpu.collectives.scheduled`.
     """
-    found = []
+    memories = []
     for line in (line for lines in computations(program).values() for line in lines if KERNEL in line):
         named = _INSTRUCTION.match(line)
         limit, used = (
             re.search(_VMEM.format(key), line) for key in ("scoped_memory_configs", "used_scoped_memory_configs")
         )
         if named and limit and used:
-            found.append(KernelMemory(named[1].rsplit(".", 1)[0], int(limit[1]), int(used[1])))
-    return found
+            memories.append(KernelMemory(named[1].rsplit(".", 1)[0], int(limit[1]), int(used[1])))
+    return memories
 
 
 def outside_bytes(program: str) -> int:
     """Bytes that a program moves to and from main memory outside of its kernels.
 
-    Of each instruction other than a kernel these are its operands and results in main memory. Loops count as often as
+    These are the operands and results in main memory of all instructions that are no kernels. Loops count as often as
     they run, once if that is unknown.
 
     Args:
-        program: see `attnops_tpu.collectives.scheduled`.
+        program: the text of the compiled program, from `attnops_tpu.collectives.scheduled`.
     """
     bodies = computations(program)
     return _moved(bodies, _entry(program))
 
 
 def _entry(program: str) -> str:
-    found = re.search(r"^ENTRY %?([\w.\-]+) ", program, re.MULTILINE)
-    if not found:
+    match = re.search(r"^ENTRY %?([\w.\-]+) ", program, re.MULTILINE)
+    if not match:
         raise ValueError("the text is no program: it has no ENTRY computation")
-    return found[1]
+    return match[1]
 
 
 def _moved(bodies: dict[str, list[str]], computation: str) -> int:

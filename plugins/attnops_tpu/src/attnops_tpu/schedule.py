@@ -56,8 +56,8 @@ class Block:
     """A run of bundles between branches.
 
     Attributes:
-        bundles: how many.
-        uses: of each of `UNITS`.
+        bundles: how many bundles.
+        uses: the uses of each of `UNITS`.
     """
 
     bundles: int
@@ -70,7 +70,7 @@ class Span(NamedTuple):
     Attributes:
         start: the branch.
         stop: the bundle that it goes to.
-        depth: of the loops that it is in, the outermost of which is the grid's.
+        depth: how many loops it is in; the outermost is the grid's.
     """
 
     start: int
@@ -83,9 +83,9 @@ class Region:
     """Bundles of a grid step that a branch may skip.
 
     Attributes:
-        bundles: how many, without loops.
-        loops: bundles of each loop, of one round.
-        uses: of each of `UNITS`, loops included once.
+        bundles: how many bundles, without loops.
+        loops: bundles of one iteration of each loop.
+        uses: the uses of each of `UNITS`, loops included once.
     """
 
     bundles: int
@@ -106,7 +106,7 @@ class Regions:
     Attributes:
         once: bundles outside of the grid's loop.
         step: bundles of every grid step, with the regions that transfer blocks, and short ones.
-        skipped: the other regions that a branch may skip, in order; the innermost.
+        skipped: the other regions that a branch may skip, innermost ones only, in order.
     """
 
     once: int
@@ -117,8 +117,8 @@ class Regions:
         """The bundles of a whole kernel by part: ``"once"``, ``"steps"``, and the name of each region.
 
         Args:
-            steps: of the grid.
-            trips: for each region in order, its name, how often it runs, and the rounds of its loops.
+            steps: steps of the grid.
+            trips: for each region in order, its name, how often it runs, and the iterations of its loops.
 
         Raises:
             LookupError: the kernel has another number of regions, so that the names would be wrong.
@@ -140,12 +140,12 @@ class Schedule:
 
     Attributes:
         kernel: its name.
-        bundles: of the complete kernel.
+        bundles: bundles of the complete kernel.
         capacity: the most uses of each of `UNITS` in a bundle.
-        blocks: those of at least 100 bundles, in order.
+        blocks: the blocks of at least 100 bundles, in order.
         regions: all bundles, by what runs them.
         spans: what each branch forward may skip, in order.
-        depths: of each bundle, the loops that it is in, the outermost of which is the grid's.
+        depths: how many loops each bundle is in; the outermost is the grid's.
     """
 
     kernel: str
@@ -272,7 +272,7 @@ def spans_of(bundles: Sequence[str]) -> tuple[Span, ...]:
 
 
 def depths_of(bundles: Sequence[str]) -> tuple[int, ...]:
-    """Of each bundle, the loops that it is in."""
+    """How many loops each bundle is in."""
     depths: list[int] = []
     for text in bundles:
         match = _BUNDLE.match(text)

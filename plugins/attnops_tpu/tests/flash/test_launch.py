@@ -13,14 +13,14 @@ from jax.experimental import pallas as pl
 from attnops import OperationMetadata, OperationRegistry
 from attnops.kernels import Scoring
 from attnops_tpu.flash.launch import Scratch, compiler_params, needed
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.generations import GENERATIONS, bounds_checks
 
 
-def plan(vmem: int, dense: int = 0) -> Plan:
+def plan(vmem: int, dense: int = 0) -> FlashPlan:
     """A plan of which only the memory matters."""
-    fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Plan))
-    return Plan(**fields | {"vmem": vmem, "bq": 1024, "bk": 512, "scoring": Scoring(dense=dense)})
+    fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(FlashPlan))
+    return FlashPlan(**fields | {"vmem": vmem, "bq": 1024, "bk": 512, "scoring": Scoring(dense=dense)})
 
 
 def test_blocks_have_two_buffers_of_complete_registers() -> None:

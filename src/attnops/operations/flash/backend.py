@@ -77,7 +77,7 @@ class NativeFlash(FlashBackend):
         return dataclasses.replace(plan, scoring=scoring)
 
     def tiles(self, call: FlashCall, row: NativeTileSizes) -> tuple[int, int]:
-        """Queries and keys a tile."""
+        """Queries and keys per tile."""
         (_, T, H, _), (S, K) = call.query.shape, call.key.shape[1:3]
         return choose_tiles(T, S, H // K, call.metadata.block_q, call.metadata.block_k, row)
 

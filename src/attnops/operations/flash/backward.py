@@ -82,12 +82,12 @@ class _Sweep:
     """What is the same for all tiles.
 
     Attributes:
-        plan: of the call.
+        plan: the plan of the call.
         wants_bias: whether the gradient of the bias is computed.
         inputs: packed, see `attnops.operations.flash.operands.pack`.
-        dtypes: of the inputs before they were packed.
-        arrays: of the call.
-        numbers: of the call.
+        dtypes: the dtypes of the inputs before they were packed.
+        arrays: the other arrays of the call.
+        numbers: the numbers of the call.
     """
 
     plan: NativePlan
@@ -105,7 +105,7 @@ class _Sweep:
         return _Keys(k, k.swapaxes(1, 2), v)
 
     def add_tile(self, keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
-        """``state`` with the contribution of a tile: [bk, R] scores, key and value gradients of one tile of keys."""
+        """``state``, whose gradients of keys and values are one tile's, with the contribution of a tile of scores."""
         plan, scoring, group, q_tile = self.plan, self.plan.scoring, index.group, index.q_tile
         # The scale is multiplied in as in the forward pass, so that the scores are the same to the last bit.
         q = load(plan, self.inputs.q, group, q_tile, plan.bq, self.dtypes.q)
@@ -146,15 +146,15 @@ def backward(
     """The gradients of query, key, value and bias; O(T) temporaries.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         wants_bias: whether the gradient of the bias is computed.
         inputs: query, key and value, the cotangent of the output, and the statistics of the forward pass.
-        arrays: of the call.
-        schedule: by tiles of keys.
+        arrays: the other arrays of the call.
+        schedule: the active tiles, by tiles of keys.
     """
     numbers = numbers_of(plan.scoring, arrays)
     sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), NativeInputs(*(x.dtype for x in inputs)), arrays, numbers)
-    # Those of a partial softmax are added to others, and so are not rounded.
+    # The gradients of a partial softmax are added to others, and so are not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
     def row(i: Index, state: Gradients) -> Gradients:
@@ -177,7 +177,7 @@ def backward(
 
     leaves = inexact_leaves(arrays.bias) if wants_bias else ()
     start = Gradients(
-        # float32 and in the layout of products, since many tiles add to it; keys' and values' are stored once.
+        # float32 and in the layout of products, since many tiles add to it; those of keys and values are stored once.
         zeros(inputs.q, (plan.groups, plan.nq, plan.problems_per_tile, plan.D, plan.R)),
         empty(sweep.inputs.k, plan.K, plan.D, dtypes[1]),
         empty(sweep.inputs.v, plan.K, plan.Dv, dtypes[2]),

@@ -44,7 +44,7 @@ class KeyValue(NamedTuple):
     value_scale: jax.Array | None = None
 
 
-# The tile of keys and values of a group of problems, by its index.
+# The tile of keys and values, from the index of a group of problems and that of the tile.
 LoadKeyValue: TypeAlias = Callable[[Index, Index], KeyValue]
 
 
@@ -83,19 +83,19 @@ def forward(
     backward pass needs.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         query: [B, T, H, D].
-        load_key_value: where tiles of keys and values are.
-        arrays: of the call's options.
-        schedule: of the active tiles.
-        of_rows: whether a tile of keys is of one row of those that queries belong to: a value that is not finite then
-            reaches no query of another row.
+        load_key_value: loads a tile of keys and values.
+        arrays: the arrays of the call's options.
+        schedule: the active tiles, by tiles of queries.
+        of_rows: whether rows are packed, and each tile of keys is of one row: then a value that is not finite reaches
+            no query of another row.
     """
     scoring = plan.scoring
     out_dtype = jnp.dtype(jnp.float32) if plan.is_partial else query.dtype
     q = pack(query, plan.nq * plan.bq)
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
-    # Without cap and bias, the scale's residual is multiplied in by the exponential alone: one product less a score.
+    # Without cap and bias, the scale's residual is multiplied in by the exponential alone: one product less per score.
     numbers = numbers_of(scoring, arrays)
     score_unit = 1.0 if scoring.has_cap_or_bias or numbers.scale_residual is None else numbers.scale_residual
 
@@ -109,7 +109,7 @@ def forward(
             visible = allowed(plan, arrays.mask, index, ragged_queries=False) if masked else None
             if visible is not None and scoring.has_fully_masked_tokens:
                 k_, v_ = (zero_masked_tokens(x, visible, axis=1) for x in (k_, v_))
-                if value_scale is not None:  # of a token that is not there it may be NaN
+                if value_scale is not None:  # it may be NaN for a slot without a token
                     value_scale = jnp.where(visible.any(axis=1), value_scale, 0.0)
             scores = plan.scores(q_, k_)  # [P, R, bk]
             if key_scale is not None:

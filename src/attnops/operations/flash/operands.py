@@ -1,6 +1,6 @@
 """The arrays of a call, and the tiles that are loaded from and stored to them.
 
-NativeArrays stay in the caller's layout, [B, length, heads, features]: copying them into tiles would cost more, in page
+They stay in the caller's layout, [B, length, heads, features]: copying them into tiles would cost more, in page
 faults, than strided slices do. When a loop slices a 16-bit float array, XLA's CPU backend widens all of the array in
 every iteration (and narrows it again after a store), so such arrays go through the loops as uint16 bits.
 """
@@ -29,7 +29,7 @@ class NativeArrays(NamedTuple):
         mask: the bound mask.
         bias: the leaves of the tile bias.
         sinks: [1, H] float32.
-        seed: of dropout, see `attnops.dropout.dropout_seed`.
+        seed: the seed of dropout, see `attnops.dropout.dropout_seed`.
         numbers: the numbers, where they are data.
     """
 
@@ -75,12 +75,12 @@ def load(plan: NativePlan, x: jax.Array, group: Index, tile: Index, size: int, d
     The query heads of a kv head are rows of one tile.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         x: packed, [B, tiles · size, heads, d].
         group: index of the group of problems.
         tile: index of the tile.
-        size: tokens a tile.
-        dtype: of ``x`` before it was packed.
+        size: tokens per tile.
+        dtype: the dtype of ``x`` before it was packed.
     """
     start, sizes = _slice(plan, group, tile, size, x.shape[2] // plan.K)
     x = _floats(lax.dynamic_slice(x, start, (*sizes, x.shape[-1])), dtype).astype(plan.dtype)

@@ -50,9 +50,9 @@ class FlashAttention(OperationImpl):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | RankBetween | None:
-        own = super().rank(request)
-        if own is not Rank.NATIVE:
-            return own  # a plugin's kernel, in a subclass
+        inherited = super().rank(request)
+        if inherited is not Rank.NATIVE:
+            return inherited  # a plugin's kernel, in a subclass
         if request.platform == "cpu":
             return Rank.NATIVE_LAYOUT
         return Rank.LINEAR_MEMORY if isinstance(request, AttentionRequest) and _scores(request) > _LARGE else Rank.LOOP

@@ -67,14 +67,14 @@ class NativePlan:
 
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call.
-        bq: queries a tile.
-        bk: keys a tile.
-        problems_per_tile: problems a group; a divisor of K, or K times a divisor of B.
+        bq: queries per tile.
+        bk: keys per tile.
+        problems_per_tile: problems per group; a divisor of K, or K times a divisor of B.
         map_shape: how many batches and kv heads the block map has, each 1 or all.
-        dtype: of the operands of products: bfloat16 for bfloat16 inputs, else float32.
+        dtype: the dtype of the operands of products: bfloat16 for bfloat16 inputs, else float32.
         is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
-        precision: of products.
-        scoring: what is done to scores.
+        precision: the precision of products.
+        scoring: what changes scores.
         overlaps: whether the last tile of keys begins early enough to end at S, and so overlaps the one before; keys
             that can't be padded are read so. Else it ends beyond S.
     """
@@ -98,7 +98,7 @@ class NativePlan:
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property

@@ -55,10 +55,10 @@ class Numbers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NativeScoring:
-    """What is done to scores, static and hashable; see `attnops.kernels.Scoring` for that of other kernels.
+    """What is done to scores, static and hashable; other kernels have `attnops.kernels.Scoring`.
 
     Attributes:
-        numbers: the numbers; None where they are data, see `attnops.operations.flash.operands.Arrays`.
+        numbers: the numbers; None if they are data, in `attnops.operations.flash.operands.NativeArrays`.
         has_cap: whether there is a soft cap.
         bias: how the bias is applied tile by tile; None for none.
         dropout_prob: the probability of dropout.

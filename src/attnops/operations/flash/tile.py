@@ -25,11 +25,11 @@ def apply_cap_and_bias(
     """Scores with soft cap and bias.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         cap: the soft cap; None for none.
         scores: [P, R, bk], or transposed [P, bk, R], float32, multiplied by the full scale.
-        slices: what the tile needs of the bias's leaves.
-        index: of the tile.
+        slices: the slices of the bias's leaves that the tile needs.
+        index: the indices of the tile.
     """
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
@@ -57,11 +57,11 @@ def allowed(plan: NativePlan, mask: Mask | None, index: NativeTileIndex, ragged_
     """Which scores of a tile are not masked: booleans that broadcast to it; None for all.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         mask: bound; None for none.
-        index: of the tile.
-        ragged_queries: whether queries beyond the ragged end are masked. Forward they have no effect. Keys beyond it
-            are always masked, as are those that the tile before has.
+        index: the indices of the tile.
+        ragged_queries: whether queries beyond the ragged end are masked; in the forward pass they have no effect. Keys
+            beyond it are always masked, as are those that overlap the tile before.
     """
     visible: BoolArray | None = None
     if mask is not None:
@@ -84,7 +84,7 @@ def zero_masked_tokens(x: jax.Array, visible: jax.Array, axis: int) -> jax.Array
     Args:
         x: a tile of queries, keys or values.
         visible: where a query sees a key, bool [P, bq, bk].
-        axis: of the other tokens, in ``visible``.
+        axis: the axis of the other tokens in ``visible``.
     """
     return jnp.where(visible.any(axis=axis)[..., None], x, jnp.zeros((), x.dtype))
 

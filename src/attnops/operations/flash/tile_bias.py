@@ -16,7 +16,7 @@ from attnops.operations.flash.plan import NativePlan, NativeTileIndex, quotient_
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
 
-# Of gradients, None for a leaf without one.
+# In gradients, None for a leaf without one.
 Leaves: TypeAlias = tuple[Any, ...]
 
 
@@ -170,7 +170,7 @@ def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:
     ``x``, of n elements, is repeated and cut into rows of n − 1, each of which starts one element further back.
     """
     *lead, n = x.shape
-    # NativeTileSizes 0, column 0 first; the elements before it come last, where the rows below read them.
+    # Row 0, column 0 first; the elements before it come last, where the rows below read them.
     x = jnp.roll(x, -(rows - 1), axis=-1)
     tiled = jnp.broadcast_to(x[..., None, :], (*lead, rows, n)).reshape(*lead, rows * n)
     return tiled[..., : rows * (n - 1)].reshape(*lead, rows, n - 1)[..., :columns]

@@ -55,11 +55,11 @@ def tile_schedule(coverage: Array, is_data: bool = False) -> NativeTileSchedule:
     """The active tiles of block maps.
 
     Args:
-        coverage: [maps, rows, columns] of `Coverage`. Of a numpy array only active tiles are stored; a traced one is
+        coverage: [maps, rows, columns] of `Coverage`. A numpy array's active tiles alone are stored; a traced one is
             sorted at run time, in O(rows · columns) integers.
         is_data: whether the lists must have one shape for all masks that differ only by numbers.
     """
-    # XLA moves what is the same for all columns out of a loop: of one column both loops would compute it, in each row.
+    # XLA moves what all columns share out of a loop; with one column, both loops would compute it in each row.
     is_single = coverage.shape[-1] == 1
     if not isinstance(coverage, np.ndarray):
         schedule = _traced(coverage.clip(max=int(Coverage.PARTIAL)) if is_single else coverage)

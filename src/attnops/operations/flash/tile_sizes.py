@@ -11,8 +11,8 @@ class NativeTileSizes(NamedTuple):
 
     Attributes:
         rows: rows of a tile of queries, all heads of a kv head together.
-        keys: keys a tile.
-        scores: most scores that are computed at a time.
+        keys: keys per tile.
+        scores: the most scores that are computed at a time.
     """
 
     rows: int
@@ -21,7 +21,7 @@ class NativeTileSizes(NamedTuple):
 
 
 # Chosen by CPU time at T = 4,096, causal, 2 cores with AVX-512 (forward, forward + backward in ms):
-# - Below 512 × 512 XLA often keeps a product on one core: 256 × 256 takes 1.4 times the wall time. Above, tiles on the
+# - Below 512 × 512 XLA often keeps a product on one core: 256 × 256 needs 1.4 times the wall time. Above, tiles on the
 #   diagonal waste more: 1024 × 1024 takes 152 ms, 512 × 512 144 ms.
 # - bfloat16 from a head dim of 128: 512 × 256 takes 156 and 666 ms, 512 × 512 187 and 701.
 # - Up to four heads at a time are 0 to 20 % better than one.
@@ -46,17 +46,17 @@ def table_row(is_bfloat16: bool, head_dim: int) -> NativeTileSizes:
 def choose_tiles(
     T: int, S: int, groups: int, block_q: int | None, block_k: int | None, row: NativeTileSizes = WIDE
 ) -> tuple[int, int]:
-    """Queries and keys a tile.
+    """Queries and keys per tile.
 
     Args:
         T: queries.
         S: keys.
-        groups: query heads a kv head, which share a tile.
-        block_q: queries a tile, of the metadata; None for the table's.
-        block_k: keys a tile, of the metadata; None for the table's.
+        groups: query heads per kv head, which share a tile.
+        block_q: queries per tile, of the metadata; None for the table's.
+        block_k: keys per tile, of the metadata; None for the table's.
         row: the table's row.
     """
-    # A tile of more queries than there are would compute rows that do not exist: 64 for 4 when one token is decoded.
+    # Tiles of more queries than T would compute rows that do not exist: 64 instead of 4 when one token is decoded.
     most = max(row.rows // groups, _MULTIPLE)
     q = min(block_q, T) if block_q else T if T < _MULTIPLE else _equal_tiles(T, most)
     k = min(block_k, S) if block_k else _equal_tiles(S, row.keys)

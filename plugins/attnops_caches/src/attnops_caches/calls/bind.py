@@ -1,7 +1,7 @@
 """A call over a cache as a `Call`: its arguments checked, its mask and bias bound to the cache's slots.
 
-`attnops_caches.scores` takes masks and biases from positions to slots and adds the mask of what the cache holds, so
-that any implementation computes the same from the arrays of ``cache.read()``, see `arrays_of`.
+`attnops_caches.scores` converts masks and biases from positions to slots, and adds the mask of what the cache holds.
+So any implementation computes the same from the arrays of ``cache.read()``, see `arrays_of`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attnops_caches.calls.reader import cache_of
 from attnops_caches.masks.packed import PackedByRow, by_query
 from attnops_caches.masks.slots import by_arrays
 from attnops_caches.rows import check_rows
-from attnops_caches.scores import Scores, SlotBias, slot_bias, slot_mask
+from attnops_caches.scores import ScorePositions, SlotBias, slot_bias, slot_mask
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -52,10 +52,10 @@ def bind_cached(
 
     Args:
         metadata: the operation's metadata.
-        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; of packed rows the batch is 1.
+        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; for packed rows the batch is 1.
         cache: the cache, which already holds the queries' tokens.
-        options: the options by name, those of `Cache.bind` among them; ``_lengths``, int32 [B], are of the rows with
-            these queries, if they are not the cache's (some did not fit).
+        options: the options by name, those of `Cache.bind` among them; ``_lengths``, int32 [B], are the rows'
+            lengths with these queries, if they are not the cache's because some did not fit.
 
     Raises:
         ValueError: arguments that fit no implementation.
@@ -98,8 +98,8 @@ def bind_cached(
 
 def _described(mask: Mask) -> dict[str, frozenset[str]]:
     """The fields of a `CacheRequest` that describe the bound mask of packed rows."""
-    own = mask.mask if isinstance(mask, PackedByRow) else mask
-    return {"mask_kinds": own.kinds(), "mask_primitives": mask_primitives(own)}
+    inner = mask.mask if isinstance(mask, PackedByRow) else mask
+    return {"mask_kinds": inner.kinds(), "mask_primitives": mask_primitives(inner)}
 
 
 def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
@@ -174,17 +174,17 @@ def _check_query(query: jax.Array, cache: Cache, rows: Rows | None) -> None:
 
 def _scores(
     query: jax.Array, cache: Cache, query_lengths: ArrayLike | None, rows: Rows | None, lengths: jax.Array | None
-) -> Scores:
+) -> ScorePositions:
     _, T, H, _ = query.shape
     B, S = cache.batch, cache.length
     if rows is None:
         real = cache.row_lengths("query_lengths", query_lengths, T)
-        return Scores((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
+        return ScorePositions((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
     lengths, starts = whole(cache.lengths if lengths is None else lengths), whole(cache.starts)
     row, index = rows.checked(T, B).of_queries(T, lengths)
     position = index - starts[jnp.maximum(row, 0)]
     position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
-    return Scores((B, H, T, S), position[None], row[None], cache)
+    return ScorePositions((B, H, T, S), position[None], row[None], cache)
 
 
 def _mask(mask: object, shape: tuple[int, int, int, int]) -> Mask | None:

@@ -1,7 +1,7 @@
-"""A call over a cache under a mesh: every device attends to what it holds.
+"""A call over a cache under a mesh: every device attends to the keys that it holds.
 
-Rows and heads are shards of the call. Of a context that is cut, each device has some of the keys of every query, and of
-packed rows all queries and the keys of some rows: there each computes a partial softmax, which `joined` merges.
+If only rows and heads are sharded, devices need no exchange. If the context is sharded, or if rows are packed and
+sharded, a device has only some of the keys of its queries: it computes a partial softmax, and `joined` merges these.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from attnops_caches.base import Cache, CacheType
     from attnops_caches.tokens import NewTokens
 
-# Of up to so many queries partial softmaxes are gathered: one exchange, of more bytes than two reductions.
+# Up to so many queries, partial softmaxes are all-gathered: one exchange, of more bytes than the two reductions.
 _GATHERED: Final = 16
 
 
@@ -75,7 +75,7 @@ def find_cache_boundary(
     Args:
         mesh: the metadata's; None for the cache's, the current mesh, or else that of the arrays.
         rules: the metadata's.
-        request: of the call.
+        request: the description of the call.
         query: [B, T, H, D].
         cache: the cache.
 
@@ -83,34 +83,34 @@ def find_cache_boundary(
         ValueError: ``mesh``, that of the cache and the current mesh have different axes.
         UnsupportedError: see `Placement.free`.
     """
-    own = cache.placement
-    if own is not None and mesh is not None and dict(own.mesh.shape) != dict(mesh.shape):
+    given = cache.placement
+    if given is not None and mesh is not None and dict(given.mesh.shape) != dict(mesh.shape):
         raise ValueError(
             f"metadata.mesh has the axes {dict(mesh.shape)}, but the cache was placed on a mesh with "
-            f"{dict(own.mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or give an equal one"
+            f"{dict(given.mesh.shape)}; a call runs on one mesh: leave metadata.mesh out, or give an equal one"
         )
     ambient = jax.sharding.get_abstract_mesh()
     arrays = [query, *jax.tree.leaves(cache)]
     typed = mesh_of_types(arrays)
-    chosen = mesh_of_call(mesh if own is None else own.mesh, ambient, typed)
+    chosen = mesh_of_call(mesh if given is None else given.mesh, ambient, typed)
     if chosen is None:
         return None
     free = frozenset(chosen.shape) - mapped_names(arrays) - manual_axes()
-    nowhere = Placement(chosen, None, None, None)
-    if own is None:
+    unsharded = Placement(chosen, None, None, None)
+    if given is None:
         # Masks were bound to all slots of a row, so that each device has all of them.
         placement = dataclasses.replace(placement_of(cache, chosen, rules, by_page=False), slots=None)
     else:
-        placement = own.free() or nowhere
+        placement = given.free() or unsharded
     dividing = functools.partial(dividing_axes, chosen, free)
-    of = functools.partial(rule_axes, rules, request.mode)
+    axes_of = functools.partial(rule_axes, rules, request.mode)
     heads = placement.kv_heads
     if heads is None and cache.is_stored:
-        taken = names_of(placement.batch) + names_of(placement.slots)
-        heads = dividing(tuple(name for name in of(HEAD) if name not in taken), request.heads)
+        used = names_of(placement.batch) + names_of(placement.slots)
+        heads = dividing(tuple(name for name in axes_of(HEAD) if name not in used), request.heads)
     is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
     is_here = math.prod(chosen.shape[name] for name in free) > 1 or not is_elsewhere(chosen, arrays)
-    if is_here and not is_explicit and placement == nowhere and heads is None:
+    if is_here and not is_explicit and placement == unsharded and heads is None:
         return None
     batch = None if cache_of(request).is_packed else placement.batch
     return CacheBoundary(
@@ -120,7 +120,7 @@ def find_cache_boundary(
         heads=heads,
         kv_heads=placement.kv_heads,
         lengths=(None, None),
-        results=result_specs(dividing, of, request, batch, heads) if is_explicit else {},
+        results=result_specs(dividing, axes_of, request, batch, heads) if is_explicit else {},
         placement=placement,
     )
 
@@ -130,11 +130,11 @@ class CachedForward:
     """What one device computes.
 
     Attributes:
-        whole: of query, cache and options: attention over all keys of its rows.
-        partial: of the same, without sinks and flags: attention over some of the keys.
-        stepped: of query, cache, options and new tokens: attention, and the cache with them.
+        whole: from query, cache and options: attention over all keys of its rows.
+        partial: from the same, without sinks and flags: the partial softmax over some of the keys.
+        stepped: from query, cache, options and new tokens: attention, and the cache with the tokens written.
         option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
-        key: all that they depend on other than their arguments, by which programs are cached; None: they are not.
+        key: all that they depend on besides their arguments, the key of cached programs; None: programs are not cached.
     """
 
     whole: Callable[..., OperationOutput]
@@ -148,12 +148,12 @@ def run_cached(
     boundary: Boundary, forward: CachedForward, query: jax.Array, cache: CacheType, options: Options, is_packed: bool,
     new: NewTokens | None = None,
 ) -> tuple[OperationOutput, CacheType]:  # fmt: skip
-    """Attention over a cache, each device computing its part; and the cache with new tokens.
+    """Attention over a cache, each device computing its shard; and the cache with new tokens.
 
     Args:
         boundary: a `CacheBoundary`.
         forward: the computation of one device.
-        query: [B, T, H, D]; of packed rows [1, N, H, D].
+        query: [B, T, H, D]; for packed rows [1, N, H, D].
         cache: the cache.
         options: bound to slots, see `attnops_caches.calls.bind`.
         is_packed: whether rows are packed.
@@ -182,15 +182,16 @@ def run_cached(
     fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
     wanted = wanted_fields(options)
     group = query.shape[2] // cache.kv_heads
-    own = by_kv_head(options, forward.option_axes)
+    kv_head_axes = by_kv_head(options, forward.option_axes)
     names = () if new is None else tuple(new.tokens)
     held: Any = cache_specs
     written = [getattr(held.store, name) for name in names]
     local = _Local(
-        forward, operands.template, wanted, names, placement, boundary.batch, boundary.heads, keys, group, own
-    )
+        forward, operands.template, wanted, names, placement, boundary.batch, boundary.heads, keys, group,
+        kv_head_axes,
+    )  # fmt: skip
     where = mesh_arguments(boundary.mesh)
-    static = (wanted, names, placement, boundary.batch, boundary.heads, keys, group, own)
+    static = (wanted, names, placement, boundary.batch, boundary.heads, keys, group, kv_head_axes)
     key = None
     if forward.key is not None:
         key = program_key(forward.key, boundary, operands.template, options, where, static)
@@ -209,12 +210,12 @@ def run_cached(
 
 
 def may_step(boundary: Boundary, cache: Cache) -> bool:
-    """Whether each device may write the tokens of a step to its part of a cache: all devices that attend over a part
-    have the same of it, and no other has some.
+    """Whether each device may write the tokens of a step to its shard of a cache: the call must be sharded as the cache
+    is, and the context of a row must be on one device.
     """
     assert isinstance(boundary, CacheBoundary)
-    own = None if cache.placement is None else cache.placement.free()
-    return own is not None and own == boundary.placement and own.slots is None and own.kv_heads == boundary.heads
+    free = None if cache.placement is None else cache.placement.free()
+    return free is not None and free == boundary.placement and free.slots is None and free.kv_heads == boundary.heads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -226,10 +227,10 @@ class _Local:
         template: the call's arguments without its operands.
         wanted: the fields of the output that the call asks for.
         written: the arrays of the cache's store that are returned too, with new tokens.
-        placement: of the cache.
+        placement: how the cache is sharded.
         batch, heads: the mesh axes that shard the query.
         keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
-        group: query heads a kv head, in the whole call.
+        group: query heads per kv head, in the whole call.
         by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
     """
 
@@ -247,11 +248,11 @@ class _Local:
     def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
         """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
         (query, cache, new), rest = self.template.filled(arrays)
-        own: Any = self.placement.local(cache)
+        shard_cache: Any = self.placement.local(cache)
         shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
                       query.shape[0], query.shape[2])  # fmt: skip
         if self.placement.kv_heads != self.heads:
-            own = _with_heads(own, shard, self.group)
+            shard_cache = _with_heads(shard_cache, shard, self.group)
             for name, axis in self.by_kv_head:
                 rest[name] = jax.tree.map(
                     lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, self.group, a),  # type: ignore[misc]
@@ -261,13 +262,13 @@ class _Local:
         if isinstance(bias := rest.get("bias"), SlotBias):
             rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
         if new is not None:
-            output, own = self.forward.stepped(query, own, rest, new)
-            return *fields_of(output, self.wanted), *(getattr(own.store, name) for name in self.written)
+            output, shard_cache = self.forward.stepped(query, shard_cache, rest, new)
+            return *fields_of(output, self.wanted), *(getattr(shard_cache.store, name) for name in self.written)
         if self.keys is None:
-            return fields_of(self.forward.whole(query, own, rest), self.wanted)
+            return fields_of(self.forward.whole(query, shard_cache, rest), self.wanted)
         sinks = rest.pop("sinks", None)
         rest.pop("return_lse", None)
-        part = joined(self.forward.partial(query, own, rest), self.keys)
+        part = joined(self.forward.partial(query, shard_cache, rest), self.keys)
         if sinks is not None:
             part = with_sinks(part, sinks)
         return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), self.wanted)
@@ -303,15 +304,15 @@ def _check_partial(keys: Entry, options: Options) -> None:
 
 
 def _numbering_keys(mask: Mask) -> Mask | None:
-    """A part of a bound mask that is evaluated at the numbers of all keys."""
+    """A part of a bound mask that needs the index of a key among all of them; None if there is none."""
     if isinstance(mask, PackedByRow) or (isinstance(mask, At) and mask.kv_positions is not None):
         return None
     if mask.axes is None:
         return mask
     fields: tuple[Any, ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
     inner = (getattr(mask, field.name) for field in fields)
-    found = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
-    return next((x for x in found if x is not None), None)
+    numbering = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
+    return next((x for x in numbering if x is not None), None)
 
 
 def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:

@@ -34,7 +34,7 @@ StoredType = TypeVar("StoredType", bound="StoredCache")
 class CacheOptions(ScoreOptions, total=False):
     """The options of `CacheReader.attend`.
 
-    The mask is always there, and is bound to the scores by slot, [B, H, T, S]; of packed rows [1, H, N, B · S], the
+    The mask is always there, and is bound to the scores by slot, [B, H, T, S]; for packed rows [1, H, N, B · S], the
     slots of all rows one after the other. A bias is an `attnops.biases.Bias`, bound to the same scores.
 
     Attributes:
@@ -63,22 +63,22 @@ class CacheReader(abc.ABC):
 
         Args:
             operation: whose reader it is.
-            query: [B, T, H, D]; of packed rows [1, N, H, D].
-            cache: what it holds may be a device's part of a cache on a mesh.
-            **options: of the call, see `CacheOptions`.
+            query: [B, T, H, D]; for packed rows [1, N, H, D].
+            cache: the cache; on a mesh, this device's shard of it.
+            **options: the options of the call, see `CacheOptions`.
         """
 
     def step(
         self, operation: Any, query: jax.Array, cache: StoredType, new: NewTokens, **options: Unpack[CacheOptions]
     ) -> tuple[OperationOutput, StoredType]:
-        """`attend`, and the new tokens written in the same kernel; of a class with ``writes``.
+        """`attend`, with the new tokens written in the same kernel; only called if ``writes``.
 
         Args:
             operation: whose reader it is.
-            query: [B, T, H, D]; of packed rows [1, N, H, D].
-            cache: it has the lengths that it has afterwards, but not the tokens.
+            query: [B, T, H, D]; for packed rows [1, N, H, D].
+            cache: its lengths count the new tokens, which its arrays lack.
             new: the tokens.
-            **options: of `attend`.
+            **options: the options of `attend`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
@@ -102,9 +102,9 @@ def cache_of(request: AttentionRequest) -> CacheRequest:
 
 
 def reader_of(operation: OperationImpl, forward: str) -> CacheReader | None:
-    """The reader of a forward; None where it has none.
+    """The reader of a forward, from the nearest class in the MRO that declares one; None if there is none.
 
-    That of the nearest class which declares one; a class with a forward of its own has none of its base classes'.
+    A class that defines the forward itself does not inherit a reader.
     """
     for cls in type(operation).__mro__:
         reader = vars(cls).get("readers", {}).get(forward) or READERS.get(cls, {}).get(forward)
@@ -139,9 +139,9 @@ def in_place_reasons(operation: OperationImpl, forward: str, request: AttentionR
 
 
 def step_reasons(operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
-    """Why a step appends the tokens first, and no kernel writes them; empty where one does.
+    """Why a step can't write the tokens in its kernel, and appends them before; empty if it can.
 
-    On a mesh some caches are appended to in any case, see `attnops_caches.calls.step`.
+    On a mesh, some steps append them before in any case, see `attnops_caches.calls.step`.
     """
     reader = reader_of(operation, forward)
     if reader is None or not reader.writes:

@@ -26,15 +26,15 @@ class CacheRequest(SourceRequest):
         codec: the codec's dtype, such as ``"int8"``; empty for tokens that are stored as they are.
         scales: what has a scale of its own, see `attnops_caches.Quantized`; empty without a codec.
         latent: whether the value is a part of the key.
-        page_size: slots a page; 0 for a storage without pages.
-        width: features of a token in the array of keys, zeros included; D + Dv at least where values are joined to it.
+        page_size: slots per page; 0 for a storage without pages.
+        width: features of a token in the array of keys, zeros included; D + Dv at least if values are joined to keys.
         joined: whether keys and values are one array.
         has_loader: whether native `flash` can read its tiles in place, see `Cache.loader`.
         is_packed: whether the queries are packed rows: then the batch is 1, and the keys are the slots of all rows.
-        rows: of the cache; 1 where it is not known.
-        mask_kinds: of packed rows those of the caller's mask, which may be an array by packed query and slot for
-            whoever does not compute row by row, see `attnops_caches.masks.PackedByRow`.
-        mask_primitives: the same, see `attnops.AttentionRequest`.
+        rows: the rows of the cache; 1 if unknown.
+        mask_kinds: for packed rows, the kinds of the caller's mask, which forwards that don't compute row by row may
+            get as an array by query and slot, see `attnops_caches.masks.PackedByRow`.
+        mask_primitives: for packed rows, the primitives that the caller's mask needs, see `attnops.AttentionRequest`.
     """
 
     storage: str
@@ -69,7 +69,7 @@ class CacheRequest(SourceRequest):
 
 
 def slots_of_row(request: AttentionRequest) -> int:
-    """The keys of each row: of a request over packed rows the slots of one row, else S."""
+    """The keys of each row: S, or the slots of one row if rows are packed."""
     source = request.source
     is_packed = isinstance(source, CacheRequest) and source.is_packed
     return request.key_length // source.rows if is_packed else request.key_length  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The run of a call over a cache: on one device, or on each device's part of the cache."""
+"""The run of a call over a cache: on one device, or on each device's shard of the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def run_over_cache(operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
-    """Run a call over a cache; under a mesh each device runs it on its part, see `attnops_caches.calls.on_mesh`."""
+    """Run a call over a cache; under a mesh each device runs it on its shard, see `attnops_caches.calls.on_mesh`."""
     if call.boundary is None:
         return _on_device(operation, forward, call)
     return _sharded(operation, forward, call, None)[0]
@@ -37,7 +37,7 @@ def run_over_cache(operation: OperationImpl, forward: str, call: Call) -> Operat
 def step_over_cache(
     operation: OperationImpl, forward: str, call: Call, new: NewTokens
 ) -> tuple[OperationOutput, Cache]:  # fmt: skip
-    """Run a step whose kernel writes the new tokens; under a mesh each device writes those of its part."""
+    """Run a step whose kernel writes the new tokens; under a mesh each device writes those of its shard."""
     if call.boundary is not None:
         return _sharded(operation, forward, call, new)
     reader = reader_of(operation, forward)
@@ -90,8 +90,8 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
     The keys of all rows are in one softmax, in which 0 · NaN would reach the queries of other rows.
 
     Args:
-        call: of packed rows.
-        out: [1, N, H, Dv], of the values with 0 in place of those.
+        call: a call of packed rows.
+        out: [1, N, H, Dv], computed with 0 in place of values that are not finite.
         finite: whether values are finite, bool [1, B · S, K, Dv].
     """
     _, N, H, _ = out.shape
@@ -112,7 +112,7 @@ def _whole(
     operation: OperationImpl, forward: str, request: AttentionRequest, query: jax.Array, cache: Cache,
     options: dict[str, Any],
 ) -> OperationOutput:  # fmt: skip
-    """A device's part of a call, from its query, cache and options."""
+    """A device's shard of a call, from its query, cache and options."""
     call = _of_device(request, query, cache, options)
     return _checked(operation, call, _on_device(operation, forward, call))
 
@@ -121,7 +121,7 @@ def _stepped(
     operation: OperationImpl, forward: str, request: AttentionRequest, query: jax.Array, cache: Cache,
     options: dict[str, Any], new: NewTokens,
 ) -> tuple[OperationOutput, Cache]:  # fmt: skip
-    """A device's part of a step, from its query, cache, options and new tokens."""
+    """A device's shard of a step, from its query, cache, options and new tokens."""
     call = _of_device(request, query, cache, options)
     output, cache = step_over_cache(operation, forward, call, new)
     return _checked(operation, call, output), cache
@@ -146,12 +146,12 @@ def _partial(
 def _of_device(request: AttentionRequest, query: jax.Array, cache: Cache, options: dict[str, Any]) -> Call:
     source = cache_of(request)
     slots = cache.length * (cache.batch if source.is_packed else 1)
-    own = request.replace(
+    local = request.replace(
         source=dataclasses.replace(source, rows=cache.batch),
         batch=query.shape[0], heads=query.shape[2], kv_heads=cache.kv_heads, key_length=slots,
         mask_structure=request.mask_structure, options=request.options & frozenset(options),
     )  # fmt: skip
-    return Call(own, (query, cache), options)
+    return Call(local, (query, cache), options)
 
 
 def _checked(operation: OperationImpl, call: Call, output: OperationOutput) -> OperationOutput:

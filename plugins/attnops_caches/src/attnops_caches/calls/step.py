@@ -1,8 +1,8 @@
 """`attnops.OperationImpl.step` over a cache: the cache with the new tokens, and attention over it.
 
-A reader with `CacheReader.step` writes the tokens in the kernel that attends. On a mesh, each device writes to its part
-of a cache that `sharded` placed. The tokens are appended first where the context is sharded, where the kv heads have
-other mesh axes than the query's, and, of packed rows, where the cache's rows are on several devices.
+A reader with `CacheReader.step` writes the tokens in the kernel that attends; on a mesh, each device to its shard of
+the cache. The tokens are appended before if the mesh shards the context, if it shards kv heads and the query's heads
+differently, or if rows are packed and it shards the cache's rows.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Step(NamedTuple, Generic[CacheType]):
 
     Attributes:
         operation: what attends.
-        query: [B, T, H, D] in the operation's layout; of packed rows [1, N, H, D].
-        key: [B, T, K, D], the layout already "BTHD"; of packed rows [1, N, K, D].
-        value: [B, T, K, Dv]; None for a cache that takes none.
-        cache: before these tokens.
+        query: [B, T, H, D] in the operation's layout; for packed rows [1, N, H, D].
+        key: [B, T, K, D], in the layout "BTHD"; for packed rows [1, N, K, D].
+        value: [B, T, K, Dv]; None for a cache that stores none.
+        cache: the cache before these tokens.
         query_lengths: how many of each row's tokens are real, integers [B]; None for all.
         rows: which packed tokens belong to which row; None for a batch.
         options: the other options of the call.
@@ -60,7 +60,7 @@ class Step(NamedTuple, Generic[CacheType]):
     options: Mapping[str, Any]
 
     def call(self, cache: CacheType) -> Call:
-        """The call over the cache with the tokens; it is checked that there is one query for each."""
+        """The call over the cache with the tokens; raises a `ValueError` unless there is one query for each."""
         query, T = jnp.shape(self.query), jnp.shape(self.key)[1]
         length = query[2 if self.operation.metadata.layout == "BHTD" else 1] if len(query) == 4 else T
         if length != T:
@@ -119,14 +119,14 @@ def appended(given: Step[CacheType]) -> tuple[OperationOutput, CacheType]:
 def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows: Rows | None) -> jax.Array:
     """The rows' lengths with T new tokens, as if all of them fitted, int32 [B].
 
-    The positions of queries go by these, so that those of a row that overflows are not shifted.
+    The positions of queries are counted from these, so that they are not shifted in a row that overflows.
     """
     if rows is None:
         return cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
     runs = rows.checked(T, cache.batch)
     # Not a scatter, which explicit mesh axes do not allow.
-    own = jnp.arange(cache.batch, dtype=jnp.int32)[:, None] == runs.slots
-    return whole(cache.lengths) + jnp.where(own, runs.first_counts(T, cache.batch), 0).sum(1, dtype=jnp.int32)
+    is_of_row = jnp.arange(cache.batch, dtype=jnp.int32)[:, None] == runs.slots
+    return whole(cache.lengths) + jnp.where(is_of_row, runs.first_counts(T, cache.batch), 0).sum(1, dtype=jnp.int32)
 
 
 def fused(given: Step[CacheType]) -> tuple[OperationOutput, CacheType] | None:

@@ -29,17 +29,17 @@ from attnops_caches.tiles import StoreLoader, TileAt, TileLoader
 
 # Up to so many queries, keys take longer to read than to multiply with, and the tiles are these.
 _FEW: Final = 16
-# Queries of packed rows a tile, all heads of a kv head together: each reads the keys of every row that it has queries
-# of, so that a large one computes scores of which most are masked. 240 queries of one row and 15 of others, 1,024 keys
-# each, 9 heads on 3: 42 ms with 128 queries a tile, 15 with 16; 256 of one row 4.2 and 6.7.
+# Queries per tile of packed rows, counting each head of a kv head's: a tile reads the keys of every row that it has
+# queries of, so that most scores of a large tile are masked. 240 queries of one row and 15 of others, 1,024 keys each,
+# H 9, K 3: 42 ms with 128 queries per tile, 15 ms with 16; 256 queries of one row: 4.2 and 6.7 ms.
 _PACKED: Final = 48
-# Keys a tile: smaller ones take more steps, whose cost is fixed; larger ones read more that is not seen. Of a
-# window a quarter, since on average half a tile at either end is read for nothing, but no less than the latter.
+# Keys per tile: smaller tiles need more steps, whose cost is fixed; larger ones read more keys that no query sees. With
+# a window, a quarter of it, since on average half a tile at either end is not seen; but `_LEAST_KEYS` at least.
 _KEYS: Final = 512
 _LEAST_KEYS: Final = 128
-# Narrow numbers of a token with at least so many have larger tiles, of as many bytes: one token, H 32, K 8, D 128,
-# B 8, S 4,096 takes with 512, 1,024 and 2,048 keys 10.5, 8.6, 8.8 ms in bfloat16 and 9.6, 8.3, 7.0 in int8; in float32
-# 14.1, 13.9, 13.5; with H 9, K 3, D 64 1.7, 2.2, 2.2 and 0.8, 1.3, 1.4.
+# From so many features (K · D) on, tokens of narrow dtypes have tiles of more keys, and the bytes of float32's. One
+# query with 512, 1,024 and 2,048 keys per tile, B 8, S 4,096: with H 32, K 8, D 128 10.5, 8.6, 8.8 ms in bfloat16, 9.6,
+# 8.3, 7.0 in int8, 14.1, 13.9, 13.5 in float32; with H 9, K 3, D 64 1.7, 2.2, 2.2 in bfloat16, 0.8, 1.3, 1.4 in int8.
 _WIDE_TOKEN: Final = 1024
 
 
@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
     """How the tiles of a call lie in the blocks of a cache; static.
 
     Attributes:
-        slots: of a row of the cache.
+        slots: the slots of a row of the cache.
         itemsize: bytes of a stored number.
         unit: tiles begin at a multiple of so many slots, such as the page size.
         is_packed: whether the tiles of all rows follow one another.
@@ -64,7 +64,7 @@ class CachedFlash(NativeFlash):
     """The native backend with tiles that fit a cache.
 
     Attributes:
-        blocks: of the cache.
+        blocks: how tiles lie in the cache.
     """
 
     blocks: Blocks
@@ -80,13 +80,13 @@ class CachedFlash(NativeFlash):
         return block_q, self._fitting(block_k)
 
     def _keys(self, call: FlashCall) -> int:
-        """Keys a tile of few queries; at most a quarter of a row's slots, since of the last tile half is not seen."""
+        """Keys per tile for few queries; at most a quarter of a row's slots, since half the last tile is not seen."""
         _, _, kv_heads, head_dim = call.key.shape
         is_wide = kv_heads * head_dim >= _WIDE_TOKEN
         return max(_KEYS, min(_KEYS * 4 // self.blocks.itemsize, self.blocks.slots // 4)) if is_wide else _KEYS
 
     def _fitting(self, block_k: int) -> int:
-        """The nearest size of tiles that whole pages fill, and of packed rows, that divides a row."""
+        """The largest tile size of at most ``block_k`` that is a multiple of ``unit`` and, if packed, divides a row."""
         slots, _, unit, is_packed = self.blocks
         most = max(1, min(block_k, slots) // unit)
         if not is_packed:
@@ -110,8 +110,8 @@ def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> tu
     """The output [B, T, H, Dv] and the logsumexp, float32 [B, H, T].
 
     Args:
-        call: of the scores by slot; key and value have shape and dtype only.
-        loader: of the cache.
+        call: for scores by slot; key and value have shape and dtype only.
+        loader: loads tiles of the cache.
         is_packed: whether the queries are packed rows.
     """
     backend = CachedFlash(Blocks(loader.slots, loader.itemsize, loader.unit, is_packed))

@@ -1,7 +1,7 @@
-"""A few queries over every slot of a float32 cache at once, where most slots are seen.
+"""Attention of a few queries over every slot of a float32 cache at once, if most slots are seen.
 
 XLA's CPU backend copies each tile that a loop slices before a product reads it; a product over a whole array reads it
-where it lies, at about twice the rate, but also reads the slots that nothing sees.
+where it lies, at about twice the rate, but also reads the slots that no query sees.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnops_caches.store import Store
 # Output [B, T, H, Dv], logsumexp and its rounding error [B, H, T].
 Results = tuple[jax.Array, jax.Array, jax.Array]
 
-# The share of tiles that must be active: below, a loop over these takes less time.
+# The share of tiles that must be active: below, a loop over active tiles is faster.
 _LEAST_ACTIVE: Final = 0.75
 
 
@@ -62,7 +62,7 @@ def attend_or(
 def attend(plan: NativePlan, query: jax.Array, store: Store, arrays: NativeArrays) -> Results:
     """Attention over all slots, by two products; see `attnops.operations.flash.forward.forward`.
 
-    Memory: scores and weights of all slots, 8 · B · H · T · S bytes; since 2 · R <= D, no more than the keys take.
+    Memory: scores and weights of all slots, 8 · B · H · T · S bytes; since 2 · R <= D, at most the bytes of the keys.
     """
     B, T, H, K, G, D = plan.B, plan.T, plan.H, plan.K, plan.G, plan.D
     assert store.value is not None

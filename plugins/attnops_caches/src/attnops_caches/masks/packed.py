@@ -1,6 +1,6 @@
 """The masks of packed rows, [1, H, N, B · S]: N queries of B rows of a cache over the slots of all rows.
 
-Both have ``of_tiles``, for kernels whose tiles are of queries of one row: it makes no array by query and slot.
+Both have ``of_tiles``, for kernels in which a tile's queries are of one row: it needs no array by query and slot.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Packed(And):
     """What the caller's mask allows, and `Segments` of the rows.
 
     Attributes:
-        rows: the number of each row that is here, int32 [1, B]; consecutive.
+        rows: the index, in the whole cache, of each row on this device, int32 [1, B]; consecutive.
     """
 
     rows: Leaf
@@ -44,7 +44,7 @@ class Packed(And):
 
     @property
     def q_rows(self) -> jax.Array:
-        """The row of each query, counted from the first that is here, int32 [N]; −1 for padding and other rows."""
+        """The row of each query, counted from this device's first, int32 [N]; −1 for padding and others' rows."""
         assert isinstance(self.right, Segments)
         return _rows_here(self.right, self.rows)
 
@@ -54,8 +54,8 @@ class Packed(And):
         Args:
             queries: the packed queries of each tile, all of one row, int32 [n, bq].
             exists: whether there is such a tile, bool [n].
-            row: of each tile, counted from the first that is here, int32 [n].
-            slots: of the row of each tile.
+            row: the row of each tile, counted from this device's first, int32 [n].
+            slots: the slots of each tile's row.
         """
 
         def of(mask: Mask) -> Mask:
@@ -71,13 +71,13 @@ class Packed(And):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PackedByRow(Mask):
-    """The same of a mask that has values by row, query or key, or is a function of the row.
+    """`Packed` for a mask that has values by row, query or key, or is a function of the row.
 
-    Computed for each score it looks values up by both query and key, so that it is an array of them (`Dense`) for
-    whoever does not compute row by row.
+    Evaluated score by score, it looks values up by both query and key; so forwards that don't compute row by row get it
+    as an array (`Dense`), see `by_query`.
 
     Attributes:
-        mask: that of a batch by slot, bound to [B, H, N, S], of all N queries in each row.
+        mask: the mask of a batch by slot, bound to [B, H, N, S]: each row has all N queries.
         exists: `Segments` of the rows.
         rows: the rows of the cache, int32 [1, B].
         slots: S.
@@ -89,7 +89,7 @@ class PackedByRow(Mask):
     slots: int
 
     axes: ClassVar = {"rows": "bs"}
-    inner_axes: ClassVar = {"mask": "h"}  # it is that of all rows, by their own slots
+    inner_axes: ClassVar = {"mask": "h"}  # the mask is for all rows, each with its own slots
     is_internal: ClassVar = True
 
     def kinds(self) -> frozenset[str]:
@@ -129,9 +129,9 @@ class OfRows(Mask):
     """A mask of a batch for tiles of queries of some of its rows, [n, H, bq, S].
 
     Attributes:
-        mask: that of a batch by slot, bound to [B, H, N, S], of all N queries in each row.
-        rows: of each tile, int32 [n].
-        queries: of each tile, int32 [n, bq].
+        mask: the mask of a batch by slot, bound to [B, H, N, S]: each row has all N queries.
+        rows: the row of each tile, int32 [n].
+        queries: the queries of each tile, int32 [n, bq].
     """
 
     mask: Mask
@@ -152,7 +152,7 @@ class OfRows(Mask):
         return self._taken(self.mask).coverage_bounds(_RowsGrid(**keys, rows=self.rows))
 
     def _taken(self, mask: Mask) -> Any:
-        """A mask whose arrays are by tile, but for those by key, which are by row."""
+        """A mask whose arrays are by tile, except those by key, which stay by row."""
         if mask.axes is None:
             return mask
         changes: dict[str, Any] = {}
@@ -175,10 +175,10 @@ class OfRows(Mask):
 
 @dataclasses.dataclass(frozen=True)
 class _RowsGrid(Grid):
-    """Tiles of a grid of which each batch index has the keys of a row.
+    """A grid in which each batch index, a tile, has the keys of a row.
 
     Attributes:
-        rows: int32 [n].
+        rows: the row of each tile, int32 [n].
     """
 
     rows: Any = None
@@ -192,7 +192,7 @@ class _RowsGrid(Grid):
 
 
 def by_query(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
-    """A mask of scores of this shape, for whoever does not compute row by row, see `PackedByRow`."""
+    """A mask of scores of this shape, for forwards that don't compute row by row, see `PackedByRow`."""
     return mask.by_query(shape) if isinstance(mask, PackedByRow) else mask
 
 

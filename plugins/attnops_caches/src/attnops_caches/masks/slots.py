@@ -2,7 +2,7 @@
 
 The token in slot s of row b has the number ``n = s``; in a ring of R slots, ``n = s`` up to the newest token's slot and
 ``n = s - R`` after it. Its position is ``n + shift[b]``, and it is held where ``start[b] <= n < stop[b]`` and,
-of a paged cache, its page is in the table.
+in a paged cache, its page is in the table.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Slots(Mask):
     """Every query sees the slots that hold a token. Made by `attnops_caches.Cache.slots`.
 
     Attributes:
-        shift: what is added to a token's number for its position, int32 [B].
+        shift: a token's position minus its number, int32 [B].
         start: the number of the first token that is held, int32 [B].
         stop: one more than the number of the last, int32 [B].
-        newest: of a ring, the slot of the newest token, int32 [B]; else None.
-        exists: of a paged cache, whether a page is in the table, bool [B, M]; else None.
-        length: S, the slots of a row, the R of a ring.
-        page_size: slots a page; 0 without pages.
+        newest: for a ring, the slot of the newest token, int32 [B]; else None.
+        exists: for a paged cache, whether each page is in the table, bool [B, M]; else None.
+        length: S, the slots of a row; R for a ring.
+        page_size: slots per page; 0 without pages.
     """
 
     shift: Leaf
@@ -218,22 +218,22 @@ class AtSlots(Mask):
 
 
 def by_arrays(mask: Mask) -> Mask:
-    """A mask with the slots' positions, and what they hold, as arrays: for whoever does not know `Slots`."""
+    """A mask with the slots' positions, and whether they hold a token, as arrays: for code that knows no `Slots`."""
     return _replaced(mask, lambda x: x.at_arrays() if isinstance(x, AtSlots) else x.segments())
 
 
 def without_table(mask: Mask) -> tuple[Mask, Slots | None]:
-    """A mask of slots as if every page were in the table, and the slots with what is; None without pages."""
-    found: list[Slots] = []
+    """A mask as if every page were in the table, and the `Slots` that say which pages are; None without pages."""
+    with_pages: list[Slots] = []
 
     def whole(x: AtSlots | Held) -> Mask:
         if isinstance(x, AtSlots) or x.slots.exists is None:
             return x
-        found.append(x.slots)
+        with_pages.append(x.slots)
         return Held(x.q_positions, x.slots.without_pages())
 
     mask = _replaced(mask, whole)
-    return mask, found[0] if found else None
+    return mask, with_pages[0] if with_pages else None
 
 
 def _replaced(mask: Mask, change: Callable[[AtSlots | Held], Mask]) -> Mask:

@@ -17,12 +17,12 @@ from attnops.kernels import FlashCall, describe, equally_varying, one_by_one, ou
 from attnops_caches import NewTokens, PagedCache, StoredCache, WindowCache
 from attnops_caches.masks import without_table
 from attnops_tpu.caches.batches import run_in_batches
-from attnops_tpu.caches.kernel import Kernel, State
+from attnops_tpu.caches.kernel import ItemState, Kernel
 from attnops_tpu.caches.missing import MissingPages
-from attnops_tpu.caches.operands import Arrays, arrays, outputs, queries, rows_by_key
+from attnops_tpu.caches.operands import CacheArrays, arrays, outputs, queries, rows_by_key
 from attnops_tpu.caches.packed import has_packed, new_of_tiles, packed, unpacked
-from attnops_tpu.caches.plan import Plan
-from attnops_tpu.caches.schedule import Schedule, schedule, words_of_pages
+from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.schedule import ItemSchedule, schedule, words_of_pages
 from attnops_tpu.caches.tile_sizes import LANES, choose, unit_of
 from attnops_tpu.caches.transfers import AT, ScheduleRefs, Stream
 from attnops_tpu.caches.write import Writer, Written, written
@@ -44,7 +44,7 @@ def cached_attention(
     """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] if it is asked for, and the cache with new tokens.
 
     Args:
-        call: of the scores by slot; key and value have shape and dtype only.
+        call: for scores by slot; key and value have shape and dtype only.
         cache: the cache.
         wants_lse: whether the logsumexp is asked for.
         new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
@@ -87,8 +87,8 @@ def cached_attention(
 
 def make_plan(
     call: FlashCall, cache: StoredCache, wants_lse: bool, is_packed: bool = False, is_by_row: bool = False
-) -> Plan:
-    """The plan of a call; see `cached_attention` and `Plan`."""
+) -> CachePlan:
+    """The plan of a call; see `cached_attention` and `CachePlan`."""
     (B, T, H, D), metadata = call.query.shape, call.metadata
     S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
     dtype = jnp.dtype(jnp.bfloat16 if call.query.dtype == cache.dtype == jnp.bfloat16 else jnp.float32)
@@ -107,7 +107,7 @@ def make_plan(
     )  # fmt: skip
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
-    return Plan(
+    return CachePlan(
         B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=layout.width, is_packed=is_packed, is_by_row=is_by_row,
         is_ring=isinstance(cache, WindowCache), is_paged=isinstance(cache, PagedCache),
         cores=chip.cores, dtype=dtype, stored=jnp.dtype(layout.stored_dtype), operand=_operand(cache, dtype, chip),
@@ -122,8 +122,8 @@ def make_plan(
 def _operand(cache: StoredCache, dtype: np.dtype[Any], chip: Generation) -> np.dtype[Any]:
     """The dtype in which keys and values are multiplied.
 
-    Matrix units convert e4m3 as they take it in, its NaN to a number, of which `Quantized` stores none without a scale
-    that is NaN. In the kernel the conversion would take three times as many bundles as all else.
+    Some matrix units accept e4m3, but take its NaN for a number; `Quantized` stores NaN only with a scale that is NaN.
+    A conversion in the kernel would need three times as many bundles as all else.
     """
     stored = jnp.dtype(cache.store.layout.stored_dtype)
     return stored if chip.takes_e4m3 and stored == jnp.float8_e4m3fn and dtype == jnp.bfloat16 else dtype
@@ -134,9 +134,9 @@ def _scales(cache: StoredCache) -> str:
     return "" if codec is None else "head" if codec.scales == "tensor" else codec.scales
 
 
-def _tables(plan: Plan, cache: StoredCache) -> list[jax.Array]:
-    """The pages of each row as blocks of the arrays, in pieces int32 [B · pieces, 1, piece], and whether these are in
-    the table, see `attnops_tpu.caches.schedule.words_of_pages`; none without pages.
+def _tables(plan: CachePlan, cache: StoredCache) -> list[jax.Array]:
+    """The block of each row's pages, in pieces int32 [B · pieces, 1, piece]; and, as bits, whether they are in the
+    table, see `attnops_tpu.caches.schedule.words_of_pages`; empty without pages.
     """
     if not isinstance(cache, PagedCache):
         return []
@@ -149,11 +149,11 @@ def _tables(plan: Plan, cache: StoredCache) -> list[jax.Array]:
 
 @one_by_one
 def _run(
-    plan: Plan, query: jax.Array, sources: list[jax.Array], tables: list[jax.Array], block: jax.Array, given: Arrays,
-    items: Schedule, new: Written | None,
+    plan: CachePlan, query: jax.Array, sources: list[jax.Array], tables: list[jax.Array], block: jax.Array,
+    given: CacheArrays, items: ItemSchedule, new: Written | None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The output [items, K, R, value_lanes], the logsumexp [items, K, R, 128] if asked for, and sources with what is
-    written to them.
+    """The output [items, K, R, value_lanes]; the logsumexp [items, K, R, 128], if wanted; and, if there are new tokens,
+    the sources with them.
     """
     query, sources, tables, block, given, items, new = equally_varying(
         (query, sources, tables, block, given, items, new)
@@ -195,13 +195,13 @@ def _run(
     # Kernels and index maps have numbers of 32 bits, even where x64 is on: Mosaic has no others.
     with jax.enable_x64(False):
         if not plan.interpret:
-            # Small arrays XLA would keep in vector memory, from where the core copies them by vector instructions.
+            # XLA would keep small arrays in vector memory, from where the core copies them by vector instructions.
             sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
         return tuple(call(*scalars, query, *given.by_row, *tokens, *tables, *sources, *by_key))
 
 
-def _of_item(plan: Plan, x: Any, each: int = 1) -> pl.BlockSpec:
-    """The block of an array [items, …] that belongs to a grid step, or of one with a block for each so many items."""
+def _of_item(plan: CachePlan, x: Any, each: int = 1) -> pl.BlockSpec:
+    """The block of a grid step in an array [items, …], or in one with a block for every ``each`` items."""
     rest = x.shape[1:]
 
     def index(core: jax.Array, step: jax.Array, *_: Any) -> tuple[Any, ...]:
@@ -211,7 +211,7 @@ def _of_item(plan: Plan, x: Any, each: int = 1) -> pl.BlockSpec:
     return pl.BlockSpec((1, *rest), index)
 
 
-def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
+def _scratch(plan: CachePlan, given: CacheArrays, sources: list[jax.Array]) -> list[Any]:
     def rows(heads: int, d: int, dtype: Any = jnp.float32) -> Any:
         return pltpu.VMEM((heads, plan.R, d), dtype)
 
@@ -230,11 +230,11 @@ def _scratch(plan: Plan, given: Arrays, sources: list[jax.Array]) -> list[Any]:
     ]  # fmt: skip
 
 
-def _buffer(plan: Plan, x: jax.Array) -> tuple[int, ...]:
+def _buffer(plan: CachePlan, x: jax.Array) -> tuple[int, ...]:
     """The shape of a tile of a kv head in vector memory.
 
-    The core writes a descriptor of strides for a transfer between unlike layouts: vector memory of tpu7x has tiles of
-    (16, 128) for 2 bytes, main memory of (8, 128). Of arrays with 8 rows it has these tiles too.
+    A transfer between different layouts costs the core a descriptor of strides. For 2-byte elements, vector memory of
+    tpu7x has tiles of (16, 128), and main memory of (8, 128); arrays with 8 rows have the latter in both.
     """
     is_wide = x.ndim == 4 and x.dtype.itemsize == 2 and x.shape[3] > LANES and plan.bk % _SUBLANES == 0
     if is_wide and not plan.interpret:  # the interpreter has no transfers to a reshaped reference
@@ -243,11 +243,11 @@ def _buffer(plan: Plan, x: jax.Array) -> tuple[int, ...]:
 
 
 def _as_slots(x: Any) -> Any:
-    """[buffers, K, bk, …], of a reference to what `_buffer` made."""
+    """A reference to an array with the shape of `_buffer`, as [buffers, K, bk, …]."""
     return x if len(x.shape) < 5 else x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
-def _kernel(plan: Plan, given: Arrays, writes: int) -> Any:
+def _kernel(plan: CachePlan, given: CacheArrays, writes: int) -> Any:
     """The kernel as a function of references, in the order of `_run`."""
 
     def kernel(*refs: Ref) -> None:
@@ -267,7 +267,7 @@ def _kernel(plan: Plan, given: Arrays, writes: int) -> Any:
         (out,), lse = take(1), take(plan.wants_lse)
         sources = take(plan.sources) if writes else sources
         m, l, acc = take(3)
-        state = State(m, l, acc, tuple(take(len(given.by_row))))
+        state = ItemState(m, l, acc, tuple(take(len(given.by_row))))
         buffers, by_key_buffer = [_as_slots(x) for x in take(plan.sources)], take(given.by_key is not None)
         pages, stream_state, arrived, piece_arrived = take(4)
         missing = MissingPages(plan, items.missing, tables[1], *take(3)) if tables else None
@@ -285,7 +285,7 @@ def _kernel(plan: Plan, given: Arrays, writes: int) -> Any:
     return kernel
 
 
-def _vmem(plan: Plan, sources: list[jax.Array]) -> int:
+def _vmem(plan: CachePlan, sources: list[jax.Array]) -> int:
     """Bytes of vector memory that the kernel may use."""
     tile = plan.K * plan.bk * sum(-(-x.shape[-1] // LANES) * LANES * x.dtype.itemsize for x in sources if x.ndim == 4)
     tile += 4 * max(plan.K, 8) * plan.bk * (len(sources) - plan.token_arrays)
@@ -293,5 +293,5 @@ def _vmem(plan: Plan, sources: list[jax.Array]) -> int:
     state = rows * (3 * LANES + -(-plan.value_lanes // LANES) * LANES)
     blocks = 2 * rows * (2 * LANES + -(-max(plan.key_lanes, plan.value_lanes) // LANES) * LANES * 2)
     values = plan.buffers * max(rows_by_key(plan), 8) * plan.bk * 4
-    scores = 16 * plan.R * min(plan.bk, 4 * plan.part)
+    scores = 16 * plan.R * min(plan.bk, 4 * plan.chunk)
     return math.ceil(1.1 * (plan.buffers * tile + state + blocks + values + scores)) + (4 << 20)

@@ -1,4 +1,4 @@
-"""Starts of transfers among the reads of the tile that is computed with."""
+"""Starts of the next tile's transfers, spread over the reads of the current tile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Between:
     """Starts of transfers, as many after each read of a tile; the compiler keeps reads and starts in this order.
 
     Attributes:
-        has_any: whether there are any, so that reads are of 128 tokens each.
+        has_any: whether there are any starts; then a read is of 128 tokens.
     """
 
     def __init__(self, starts: list[Callable[[], None]], reads: int) -> None:
-        """``reads``: how many the tile has; of fewer, `finish` starts the rest."""
+        """``reads``: the reads of the tile; if there are fewer, `finish` starts the rest."""
         self.has_any = bool(starts)
         self._starts, self._each = collections.deque(starts), -(-len(starts) // reads)
 

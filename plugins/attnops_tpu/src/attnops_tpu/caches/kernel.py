@@ -1,6 +1,6 @@
 """The kernel: online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) over the tiles of keys of an item.
 
-Scores are [rows, keys]: a row of queries has few rows, and keys fill the lanes of vector registers. The kv heads of a
+Scores are [rows, keys]: there are few rows of queries, and keys fill the lanes of vector registers. The kv heads of a
 tile are computed in straight-line code, so that the compiler fills the latency of one with the next.
 """
 
@@ -18,26 +18,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attnops_tpu.caches.between import Between
+from attnops_tpu.caches.chunk import Chunk, Seen
 from attnops_tpu.caches.missing import MissingPages
 from attnops_tpu.caches.operands import named, values
-from attnops_tpu.caches.part import Part, Seen
-from attnops_tpu.caches.plan import Plan
+from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.tile_sizes import LANES, reads_a_tile
 from attnops_tpu.caches.transfers import Stream, Tile
 from attnops_tpu.flash.tile import LOG2E
 
-# The largest score of none: finite, since exp(−inf + inf) is NaN.
+# The maximum of no scores: finite, since exp(−inf + inf) is NaN.
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
-# Vector registers, of 64, for scores that are computed ahead of those that are accumulated.
+# How many of the 64 vector registers hold scores that are computed ahead of those that are accumulated.
 _AHEAD: Final = 32
 
 
-class State(NamedTuple):
+class ItemState(NamedTuple):
     """References to vector memory that is kept from tile to tile.
 
     Attributes:
         m: [K, R, 128], the largest score so far, in all lanes.
-        l: [K, R, 128], the sum of the weights, of each lane separately.
+        l: [K, R, 128], the sum of the weights, separately for each lane.
         acc: [K, R, value_lanes], the sum of weights times values.
         by_row: values by row [K or 1, R, 128], in all lanes.
     """
@@ -53,19 +53,19 @@ class Kernel:
     """A grid step, on references.
 
     Attributes:
-        plan: of the call.
-        stream: of transfers.
-        scalars: values that are one number an item, in scalar memory.
-        scales: of keys and of values by kv head [K], in scalar memory; empty unless scales are by head.
+        plan: the plan of the call.
+        stream: the transfers of keys and values.
+        scalars: values that are one number per item, in scalar memory.
+        scales: the scales of keys and of values by kv head [K], in scalar memory; empty unless scales are by head.
         by_row: values by row, [1, K or 1, R padded to lanes].
         query: [1, K, R, key_lanes].
         out: [1, K, R, value_lanes].
         lse: [1, K, R, 128]; None if it is not asked for.
-        state: see `State`.
-        missing: of a paged cache; else None.
+        state: the online softmax so far, see `ItemState`.
+        missing: masks missing pages of a paged cache; else None.
     """
 
-    plan: Plan
+    plan: CachePlan
     stream: Stream
     scalars: Sequence[Any]
     scales: Sequence[Any]
@@ -73,7 +73,7 @@ class Kernel:
     query: Any
     out: Any
     lse: Any
-    state: State
+    state: ItemState
     missing: MissingPages | None
 
     def run(self) -> None:
@@ -101,7 +101,7 @@ class Kernel:
             self.missing.begin()
 
     def _tile(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
-        """`_add`, and around it what the mask needs and the writes of new tokens."""
+        """`_add`; before and after it, the bits of missing pages and the writes of new tokens, if there are any."""
         writer, missing = (self.stream.writer, self.missing) if masked else (None, None)
         if writer is not None:
             writer.put(tile, buffer)
@@ -114,63 +114,63 @@ class Kernel:
             writer.finish(tile, buffer)
 
     def _add(self, tile: Tile, buffer: jax.Array, masked: bool, starts: list[Callable[[], None]]) -> None:
-        """Add the keys and values of a tile to the state, a part of its keys and a head at a time.
+        """Add the keys and values of a tile to the state, one chunk of keys and one head at a time.
 
-        The matrix unit works in program order: it computes the scores of the next parts while the weights of one are
-        not there yet.
+        The matrix unit works in program order: it computes the scores of the next chunks until the weights of one are
+        ready.
         """
         plan = self.plan
         between = Between(starts, reads_a_tile(plan.K, plan.bk))
-        if not masked or plan.bk == plan.masked_part or plan.bk % plan.masked_part:
-            self._add_parts(tile, buffer, range(0, plan.bk, plan.part), masked, between)
+        if not masked or plan.bk == plan.masked_chunk or plan.bk % plan.masked_chunk:
+            self._add_chunks(tile, buffer, range(0, plan.bk, plan.chunk), masked, between)
         else:
-            # One after the other, of a tile of which few keys may be seen.
-            part = np.int32(plan.masked_part)
+            # A loop over chunks, since queries may see few keys of the tile.
+            chunk = np.int32(plan.masked_chunk)
 
             def body(index: jax.Array, carry: None) -> None:
-                self._add_parts(tile, buffer, [pl.multiple_of(index * part, plan.masked_part)], masked, between)
+                self._add_chunks(tile, buffer, [pl.multiple_of(index * chunk, plan.masked_chunk)], masked, between)
                 return carry
 
-            first, stop = lax.div(tile.first * plan.unit, part), lax.div(tile.stop * plan.unit + (part - 1), part)
+            first, stop = lax.div(tile.first * plan.unit, chunk), lax.div(tile.stop * plan.unit + (chunk - 1), chunk)
             lax.fori_loop(first, stop, body, None)
         between.finish()
 
-    def _add_parts(
+    def _add_chunks(
         self, tile: Tile, buffer: jax.Array, starts: Iterable[jax.Array | int], masked: bool, between: Between
     ) -> None:
-        """Add the parts of a tile that begin at these keys."""
-        plan, ahead = self.plan, collections.deque[tuple[Part, jax.Array, Seen | None]]()
-        lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.part // LANES)), 1)
+        """Add the chunks of a tile that begin at these keys."""
+        plan, ahead = self.plan, collections.deque[tuple[Chunk, jax.Array, Seen | None]]()
+        lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.chunk // LANES)), 1)
         for start in starts:
             shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):
-                size = min(plan.part, plan.bk - start) if isinstance(start, int) else plan.masked_part
-                part = Part(self, tile, buffer, head, start, size, between)
-                if masked and (shared is None or part.mask_varies_by_head):
-                    visible = part.visible()
+                size = min(plan.chunk, plan.bk - start) if isinstance(start, int) else plan.masked_chunk
+                chunk = Chunk(self, tile, buffer, head, start, size, between)
+                if masked and (shared is None or chunk.mask_varies_by_head):
+                    visible = chunk.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
-                    shared = visible, part.seen(visible)
-                scores = self._scores(part, None if shared is None else shared[0])
-                ahead.append((part, scores, None if shared is None else shared[1]))
+                    shared = visible, chunk.seen(visible)
+                scores = self._scores(chunk, None if shared is None else shared[0])
+                ahead.append((chunk, scores, None if shared is None else shared[1]))
                 if len(ahead) > lag:
                     self._accumulate(*ahead.popleft())
         while ahead:
             self._accumulate(*ahead.popleft())
 
-    def _scores(self, part: Part, visible: jax.Array | None) -> jax.Array:
-        """The scores of a part, float32 [R, keys]."""
+    def _scores(self, chunk: Chunk, visible: jax.Array | None) -> jax.Array:
+        """The scores of a chunk, float32 [R, keys]."""
         plan = self.plan
-        s = _product(plan, self.query[0, part.head], self._key(part), 1)
-        scale = self._scale(0, part)
+        s = _product(plan, self.query[0, chunk.head], self._key(chunk), 1)
+        scale = self._scale(0, chunk)
         if scale is not None:
             s = s * scale
         if plan.scoring.has_cap_or_bias:
-            s = part.with_cap_and_bias(s * plan.scale_residual)
+            s = chunk.with_cap_and_bias(s * plan.scale_residual)
         return s if visible is None else jnp.where(visible, s, -jnp.inf)
 
-    def _accumulate(self, part: Part, s: jax.Array, seen: Seen | None) -> None:
+    def _accumulate(self, chunk: Chunk, s: jax.Array, seen: Seen | None) -> None:
         """Add the weights of scores, and the values times them, to the state."""
-        plan, state, head = self.plan, self.state, part.head
+        plan, state, head = self.plan, self.state, chunk.head
         c = plan.score_unit * LOG2E
         before = state.m[head]
         m = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
@@ -180,50 +180,50 @@ class Kernel:
         state.l[head] = alpha * state.l[head] + _sum_of_lanes(weights)
         w = jnp.concatenate(weights, axis=1)
         if plan.scales == "token_head":
-            scale = self._scale(0 if plan.is_latent else 1, part)
+            scale = self._scale(0 if plan.is_latent else 1, chunk)
             w = w * (scale if seen is None else jnp.where(seen.row, scale, 0.0))
-        value = self._value(part)
+        value = self._value(chunk)
         if seen is not None:
             value = jnp.where(seen.column, value, jnp.zeros((), value.dtype))
         product = _product(plan, w.astype(plan.dtype), value, 0)
         if plan.scales == "head":
-            product = product * self._scale(0 if plan.is_latent else 1, part)
+            product = product * self._scale(0 if plan.is_latent else 1, chunk)
         acc = state.acc[head]
         scaled = jnp.concatenate([alpha[:, : some.shape[1]] * some for some in _by_lanes(acc)], axis=1)
         state.acc[head] = scaled + product
 
-    def _key(self, part: Part) -> jax.Array:
-        """Keys [size, key_lanes], in the dtype of products; what is no key is 0, where its slot is written."""
+    def _key(self, chunk: Chunk) -> jax.Array:
+        """Keys [size, key_lanes], in the dtype of products; features beyond D are 0 in slots that were written."""
         plan = self.plan
-        x = self._load(0, part, slice(0, plan.key_lanes))
+        x = self._load(0, chunk, slice(0, plan.key_lanes))
         if not plan.values_in_key_lanes:
             return x
         # Queries have zeros there, but a value may be infinite, and 0 · inf is NaN.
         lane = lax.broadcasted_iota(jnp.int32, (1, plan.key_lanes), 1)
         return jnp.where(lane < plan.D, x, jnp.zeros((), x.dtype))
 
-    def _value(self, part: Part) -> jax.Array:
+    def _value(self, chunk: Chunk) -> jax.Array:
         """Values [size, value_lanes], in the dtype of products; keys may be in front of them."""
         plan = self.plan
         array = plan.token_arrays - 1
-        return self._load(array, part, slice(plan.value_start, plan.value_start + plan.value_lanes))
+        return self._load(array, chunk, slice(plan.value_start, plan.value_start + plan.value_lanes))
 
-    def _load(self, array: int, part: Part, features: slice) -> jax.Array:
-        ref, found = self.stream.buffers[array], []
-        step = LANES if part.between.has_any else part.size
-        for first in range(0, part.size, step):
-            keys = pl.ds(part.start + first, min(step, part.size - first))
-            found.append(ref[part.buffer, part.head, keys, features])
-            part.between.go_on()
-        x = found[0] if len(found) == 1 else jnp.concatenate(found, axis=0)
+    def _load(self, array: int, chunk: Chunk, features: slice) -> jax.Array:
+        ref, reads = self.stream.buffers[array], []
+        step = LANES if chunk.between.has_any else chunk.size
+        for first in range(0, chunk.size, step):
+            keys = pl.ds(chunk.start + first, min(step, chunk.size - first))
+            reads.append(ref[chunk.buffer, chunk.head, keys, features])
+            chunk.between.go_on()
+        x = reads[0] if len(reads) == 1 else jnp.concatenate(reads, axis=0)
         return _floats(x, self.plan.stored).astype(self.plan.operand)
 
-    def _scale(self, array: int, part: Part) -> Any:
+    def _scale(self, array: int, chunk: Chunk) -> Any:
         """The scales of keys or values, [1, size] or a number; None for tokens that are stored as they are."""
         if self.plan.scales == "token_head":
             arrays = self.stream.buffers[self.plan.token_arrays :]
-            return arrays[array][part.buffer, part.head : part.head + 1, part.keys]
-        return self.scales[array][part.head] if self.plan.scales else None
+            return arrays[array][chunk.buffer, chunk.head : chunk.head + 1, chunk.keys]
+        return self.scales[array][chunk.head] if self.plan.scales else None
 
     def _finish(self, item: jax.Array) -> None:
         """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""
@@ -242,8 +242,8 @@ class Kernel:
                 m = larger
             l = jnp.broadcast_to(jnp.where(sees_any, l, 1.0), m.shape)
             scale = jnp.where(jnp.broadcast_to(sees_any, m.shape), factor / l, 0.0)
-            parts = [jnp.where(sees_any, some * scale[:, : some.shape[1]], 0.0) for some in _by_lanes(acc)]
-            self.out[0, head] = jnp.concatenate(parts, axis=1).astype(self.out.dtype)
+            chunks = [jnp.where(sees_any, some * scale[:, : some.shape[1]], 0.0) for some in _by_lanes(acc)]
+            self.out[0, head] = jnp.concatenate(chunks, axis=1).astype(self.out.dtype)
             if self.lse is not None:
                 self.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
 
@@ -252,22 +252,22 @@ def _floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
-def _product(plan: Plan, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+def _product(plan: CachePlan, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """A product on the matrix unit, accumulated in float32."""
     dimensions = (((1,), (axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=plan.precision, preferred_element_type=jnp.float32)
 
 
 def _by_lanes(x: jax.Array) -> list[jax.Array]:
-    """[R, n] as parts of at most 128 lanes."""
+    """[R, n] as chunks of at most 128 lanes."""
     return [x[:, i : i + LANES] for i in range(0, x.shape[1], LANES)]
 
 
-def _sum_of_lanes(parts: Sequence[jax.Array]) -> jax.Array:
-    """The sum of parts as [R, 128], of each lane; a part of fewer lanes has 0 in the others."""
+def _sum_of_lanes(chunks: Sequence[jax.Array]) -> jax.Array:
+    """The sum of chunks [R, 128 or less], by lane, as [R, 128]; missing lanes count as 0."""
     total: jax.Array | None = None
-    for part in parts:
-        x = part if part.shape[1] == LANES else jnp.pad(part, ((0, 0), (0, LANES - part.shape[1])))
+    for chunk in chunks:
+        x = chunk if chunk.shape[1] == LANES else jnp.pad(chunk, ((0, 0), (0, LANES - chunk.shape[1])))
         total = x if total is None else total + x
     assert total is not None
     return total

@@ -13,9 +13,9 @@ from attnops_caches import cache_of, slots_of_row
 from attnops_tpu.caches.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, rows_a_call, unit_of
 from attnops_tpu.flash.primitives import PRIMITIVES
 
-# Rows of a register of 32-bit elements, of which transfers take whole tiles; narrower elements are packed in pairs.
+# Rows of a register of 32-bit elements; narrower elements share a row. Transfers move whole registers.
 _SUBLANES: Final = 8
-# The masks of which packed rows have values by query, by key of a row, or by row, which are found by the row's number.
+# The masks with values by query, by key or by row that the kernel computes for packed rows: it looks them up by row.
 _BY_ROW: Final = frozenset({
     "Full", "Causal", "SlidingWindow", "Chunked", "PrefixLM", "Segments", "Lengths", "KeyPadding", "MaskFn", "Band",
     "&", "|", "~", "at",
@@ -44,7 +44,7 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
 
 
 def _by_row(request: AttentionRequest) -> Iterator[Reason]:
-    """What a mask of packed rows with values by row can't be."""
+    """Why a mask of packed rows with values by row can't be computed."""
     cache = cache_of(request)
     if unknown := sorted(cache.mask_kinds - _BY_ROW - {"Dense"}):
         yield Reason("mask", ", ".join(unknown), "is no mask of attnops, and of packed rows an array by query and key, "
@@ -55,7 +55,7 @@ def _by_row(request: AttentionRequest) -> Iterator[Reason]:
 
 
 def _layout(request: AttentionRequest) -> Iterator[Reason]:
-    """What the layout of arrays in a TPU's memory asks for."""
+    """Why the layout of arrays in a TPU's memory does not allow transfers."""
     cache = cache_of(request)
     least = request.head_dim + (0 if cache.latent else request.value_head_dim)
     dims = {"width": cache.width} if cache.joined or cache.latent else {
@@ -68,7 +68,7 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
     wider = f"create the cache with width={-(-least // LANES) * LANES}"
     for name, dim in dims.items():
         if dim % LANES:
-            # Of such arrays the compiler keeps another axis in the lanes: each call would copy all of the cache.
+            # The compiler keeps another axis of such arrays in the lanes: each call would copy all of the cache.
             yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place", wider)
     if unit % rows or math.lcm(unit, LANES) > 8 * max(unit, LANES):
         yield Reason(*what, f"must be a multiple of {rows} to be read in place")

@@ -1,6 +1,6 @@
-"""Pages that a row's table does not have, between others that it has: their keys are masked.
+"""Pages missing from a row's table, between others that it has: their keys are masked.
 
-A table has such a gap only if whoever serves made it, so that its bits are transferred when a tile needs them.
+Such gaps are rare, so the bits that say which pages are in the table are only transferred when a tile needs them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops_tpu.caches.plan import BITS, Plan
+from attnops_tpu.caches.plan import BITS, CachePlan
 from attnops_tpu.caches.tile_sizes import LANES
 from attnops_tpu.caches.transfers import Tile
 
 
 @dataclasses.dataclass(frozen=True)
 class MissingPages:
-    """References, and what is done with them.
+    """Masks the keys of missing pages, on references.
 
     Attributes:
-        plan: of the call.
+        plan: the plan of the call.
         items: whether a page of an item is missing, int32 [items] in scalar memory.
-        words: see `attnops_tpu.caches.schedule.words_of_pages`, in main memory.
-        loaded: some of them [1, 128], in scalar memory.
-        present: of the keys of a tile, 1 where the page is in the table, int32 [8, bk]; 1 between two tiles.
+        words: whether each page is in the table, bits of int32 [rows · pieces, 1, 128] in main memory, see
+            `attnops_tpu.caches.schedule.words_of_pages`.
+        loaded: the words of a tile, among [1, 128] of them, in scalar memory.
+        present: 1 for each key of a tile whose page is in the table, int32 [8, bk]; all 1 between two tiles.
         arrived: a semaphore [1].
     """
 
-    plan: Plan
+    plan: CachePlan
     items: Any
     words: Any
     loaded: Any
@@ -49,7 +50,7 @@ class MissingPages:
         pl.when(self.items[tile.item] != 0)(lambda: self._load(tile))
 
     def leave(self, tile: Tile) -> None:
-        """After they were."""
+        """After the keys of a tile were masked."""
         pl.when(self.items[tile.item] != 0)(self._reset)
 
     def _reset(self) -> None:
@@ -70,8 +71,8 @@ class MissingPages:
             bits = self.loaded[0, first + lax.div(unit, np.int32(BITS))]
             bit = lax.shift_right_logical(bits, lax.rem(unit, np.int32(BITS))) & 1
             start = unit * plan.unit
-            is_own = (key >= start) & (key < start + plan.unit)
-            self.present[...] = jnp.where(is_own, bit, self.present[...])
+            is_of_unit = (key >= start) & (key < start + plan.unit)
+            self.present[...] = jnp.where(is_of_unit, bit, self.present[...])
             return carry
 
         lax.fori_loop(0, plan.units, one, None)

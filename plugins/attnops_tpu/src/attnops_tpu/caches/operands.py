@@ -11,27 +11,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
-from attnops_tpu.caches.plan import Plan
+from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.tile_sizes import LANES
 
 
 class Kind(enum.Enum):
     """Where a value of a mask or a bias is."""
 
-    SCALAR = "scalar"  # one number a row or an item, in scalar memory
+    SCALAR = "scalar"  # one number per row or item, in scalar memory
     BY_ROW = "by row"  # a number for each row of a tile of scores
     BY_KEY = "by key"  # a number for each key, or for each head and key
 
 
-class Arrays(NamedTuple):
+class CacheArrays(NamedTuple):
     """Inputs of scores other than query and key, in the order of `values`.
 
     Attributes:
-        scalars: float32 or int32 [B] each, of those by query [items].
+        scalars: float32 or int32 [B] each, or [items] for values by query.
         by_row: float32 or int32 [items, K or 1, R padded to lanes] each.
         by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; B is the rows of the
-            cache where ``plan.is_by_row``; None for none.
-        scales: float32 [K] each, of keys and of values unless they are latent; empty unless scales are by head.
+            cache if ``plan.is_by_row``; None for none.
+        scales: float32 [K] for keys, and for values unless they are latent; empty unless scales are by head.
     """
 
     scalars: tuple[jax.Array, ...] = ()
@@ -44,12 +44,12 @@ class Value(NamedTuple):
     """A value of a mask or a bias; static.
 
     Attributes:
-        name: of the function, and its number among the function's values.
+        name: the function's name, and the index among the function's values.
         kind: where it is.
-        dtype: of the function's argument.
+        dtype: the dtype of the function's argument.
         by_head: whether it varies by head.
         by_query: whether it varies by query.
-        place: among the arrays of its kind; of those by key, the first of its rows.
+        place: the index among the arrays of its kind; by key, the first of its rows.
     """
 
     name: tuple[str, int]
@@ -60,25 +60,25 @@ class Value(NamedTuple):
     place: int
 
 
-def values(plan: Plan) -> list[Value]:
+def values(plan: CachePlan) -> list[Value]:
     """The values of the mask, of the bias, and the sinks."""
     count = dict.fromkeys(Kind, 0)
-    found = []
+    result = []
     for name, axes, dtype in _axes(plan):
         by_head = "h" in axes
         kind = Kind.BY_ROW if by_head or ("q" in axes and plan.bq > 1) else Kind.SCALAR
         kind = Kind.BY_KEY if "kv" in axes else kind
-        found.append(Value(name, kind, dtype, by_head, "q" in axes, count[kind]))
+        result.append(Value(name, kind, dtype, by_head, "q" in axes, count[kind]))
         count[kind] += plan.H if by_head and kind is Kind.BY_KEY else 1
-    return found
+    return result
 
 
-def rows_by_key(plan: Plan) -> int:
+def rows_by_key(plan: CachePlan) -> int:
     """How many rows values by key have in all."""
     return sum(plan.H if v.by_head else 1 for v in values(plan) if v.kind is Kind.BY_KEY)
 
 
-def _axes(plan: Plan) -> Iterator[tuple[tuple[str, int], frozenset[str], jnp.dtype]]:
+def _axes(plan: CachePlan) -> Iterator[tuple[tuple[str, int], frozenset[str], jnp.dtype]]:
     functions = {"mask": plan.scoring.mask, "bias": plan.scoring.bias}
     for name, function in functions.items():
         for i, axes in enumerate(() if function is None else function.values):
@@ -87,15 +87,15 @@ def _axes(plan: Plan) -> Iterator[tuple[tuple[str, int], frozenset[str], jnp.dty
         yield ("sinks", 0), frozenset("h"), jnp.dtype(jnp.float32)
 
 
-def arrays(plan: Plan, call: FlashCall, of_keys: FlashCall | None = None, rows: int = 0) -> Arrays:
+def arrays(plan: CachePlan, call: FlashCall, of_keys: FlashCall | None = None, rows: int = 0) -> CacheArrays:
     """The arrays of a call, O(T + S).
 
     Args:
-        plan: of the call.
-        call: see `attnops_tpu.caches.attention.cached_attention`.
+        plan: the plan of the call.
+        call: for scores by slot; key and value have shape and dtype only.
         of_keys: the call that values by key are computed from, see `attnops_tpu.caches.packed.Unpacked`; None for
             ``call``.
-        rows: of ``of_keys``, how many there are.
+        rows: the rows of the cache, which ``of_keys`` has first.
     """
     given = _computed(plan, call, plan.B)
     by_row = given if of_keys is None else _computed(plan, of_keys, rows)
@@ -107,14 +107,14 @@ def arrays(plan: Plan, call: FlashCall, of_keys: FlashCall | None = None, rows: 
         kinds[value.kind].append(_LAYOUTS[value.kind](plan, x))
     by_key = kinds[Kind.BY_KEY]
     batch = max((x.shape[0] for x in by_key), default=1)
-    return Arrays(
+    return CacheArrays(
         tuple(kinds[Kind.SCALAR]), tuple(kinds[Kind.BY_ROW]),
         jnp.concatenate([jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in by_key], axis=2) if by_key else None,
     )  # fmt: skip
 
 
-def _computed(plan: Plan, call: FlashCall, B: int) -> dict[str, list[jax.Array]]:
-    """The values of the functions of a call, by name, of the first B of its batch."""
+def _computed(plan: CachePlan, call: FlashCall, B: int) -> dict[str, list[jax.Array]]:
+    """The values of the functions of a call, by name, for the first B entries of its batch."""
     shape = B, plan.H, plan.T, plan.S
     given: dict[str, list[jax.Array]] = {"sinks": []}
     if plan.scoring.mask is not None:
@@ -128,13 +128,13 @@ def _computed(plan: Plan, call: FlashCall, B: int) -> dict[str, list[jax.Array]]
     return given
 
 
-def _scalar(plan: Plan, x: jax.Array) -> jax.Array:
-    """[B or 1, 1, 1, 1] to [B], and [B or 1, 1, T, 1], where a tile has one query, to [items]."""
+def _scalar(plan: CachePlan, x: jax.Array) -> jax.Array:
+    """[B or 1, 1, 1, 1] to [B]; or [B or 1, 1, T, 1], if a tile has one query, to [items]."""
     x = jnp.broadcast_to(x[:, 0, :, 0], (plan.B, x.shape[2])).reshape(-1)
     return x if x.shape[0] == plan.B else _padded(plan, x)
 
 
-def _by_row(plan: Plan, x: jax.Array) -> jax.Array:
+def _by_row(plan: CachePlan, x: jax.Array) -> jax.Array:
     """[B or 1, H or 1, T or 1, 1] to [items, K or 1, lanes]; the last query's value is repeated beyond the ragged end:
     a function might divide by 0.
     """
@@ -151,8 +151,8 @@ def _by_row(plan: Plan, x: jax.Array) -> jax.Array:
     return _padded(plan, jnp.pad(x, ((0, 0), (0, 0), (0, -plan.R % LANES))))
 
 
-def _by_key(plan: Plan, x: jax.Array) -> jax.Array:
-    """[B or 1, H or 1, 1, S] to [B or 1, nk, H or 1, bk], as bits; the last is repeated."""
+def _by_key(plan: CachePlan, x: jax.Array) -> jax.Array:
+    """[B or 1, H or 1, 1, S] to [B or 1, nk, H or 1, bk], as bits; the last slot's value is repeated to the end."""
     x = lax.bitcast_convert_type(x, jnp.int32)[:, :, 0]
     x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nk * plan.bk - plan.S)), mode="edge")
     return x.reshape(*x.shape[:2], plan.nk, plan.bk).transpose(0, 2, 1, 3)
@@ -161,7 +161,7 @@ def _by_key(plan: Plan, x: jax.Array) -> jax.Array:
 _LAYOUTS = {Kind.SCALAR: _scalar, Kind.BY_ROW: _by_row, Kind.BY_KEY: _by_key}
 
 
-def queries(plan: Plan, query: jax.Array) -> jax.Array:
+def queries(plan: CachePlan, query: jax.Array) -> jax.Array:
     """[B, T, H, D] to [items, K, R, key_lanes], times the folded factor of the scale, which does not round."""
     x = query.astype(plan.dtype) * jnp.asarray(plan.folded, plan.dtype)
     x = jnp.pad(x, ((0, 0), (0, plan.nq * plan.bq - plan.T), (0, 0), (0, 0)))
@@ -170,15 +170,15 @@ def queries(plan: Plan, query: jax.Array) -> jax.Array:
     return _padded(plan, jnp.pad(x, (*[(0, 0)] * 3, (0, plan.key_lanes - plan.D))))
 
 
-def outputs(plan: Plan, x: jax.Array) -> jax.Array:
+def outputs(plan: CachePlan, x: jax.Array) -> jax.Array:
     """[items, K, R, d] to [B, T, H, d]."""
     x = x[: plan.B * plan.nq].reshape(plan.B, plan.nq, plan.K, plan.G, plan.bq, x.shape[-1])
     x = x.transpose(0, 1, 4, 2, 3, 5).reshape(plan.B, plan.nq * plan.bq, plan.H, x.shape[-1])
     return x[:, : plan.T]
 
 
-def _padded(plan: Plan, x: jax.Array) -> jax.Array:
-    """With as many items as grid steps."""
+def _padded(plan: CachePlan, x: jax.Array) -> jax.Array:
+    """``x`` padded to as many items as grid steps."""
     return jnp.pad(x, [(0, plan.items - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
 
 

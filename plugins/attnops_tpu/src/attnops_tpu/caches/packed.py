@@ -1,4 +1,4 @@
-"""Packed rows as a batch of tiles: each has queries of one row of the cache, and the next row begins a new tile.
+"""Packed rows as a batch of tiles: each tile has queries of one row of the cache.
 
 Only queries and results are gathered; the cache stays where it is, and a tile is told its row.
 """
@@ -23,14 +23,14 @@ class Unpacked(NamedTuple):
     """A call of packed rows as one of a batch of tiles.
 
     Attributes:
-        call: of queries [tiles, bq, H, D], with the mask and the bias of [tiles, H, bq, S].
-        of_keys: a call of as many tiles of which tile i is of row i of the cache, as far as there are rows: what it has
-            by key is that of the row; None where there are more rows than tiles.
-        row: of the cache, of each tile, int32 [tiles]; any of tiles without queries.
+        call: the call with queries [tiles, bq, H, D], and mask and bias for scores [tiles, H, bq, S].
+        of_keys: the same call with row i of the cache in place of tile i's, so that its values by key are by row of the
+            cache; None if there are more rows than tiles.
+        row: the row of the cache of each tile, int32 [tiles]; any for tiles without queries.
         exists: whether a tile has queries, bool [tiles].
-        tile: of each packed query, int32 [N].
-        place: in its tile, int32 [N].
-        is_real: whether it is no padding, bool [N].
+        tile: the tile of each packed query, int32 [N].
+        place: the index of each packed query in its tile, int32 [N].
+        is_real: whether a packed query is no padding, bool [N].
     """
 
     call: FlashCall
@@ -58,12 +58,12 @@ def unpacked(call: FlashCall, cache: StoredCache) -> Unpacked:
     first = jnp.nonzero(is_first, size=tiles, fill_value=N)[0].astype(jnp.int32)
     exists = first < N
     count = jnp.zeros((tiles,), jnp.int32).at[tile].add(is_real.astype(jnp.int32))
-    # Beyond a tile's queries its last one again: what sees all keys of a tile needs no mask there.
+    # A tile's last query is repeated to its end: so a tile of keys that all its queries see needs no mask.
     within = jnp.minimum(jnp.arange(bq, dtype=jnp.int32), jnp.maximum(count, 1)[:, None] - 1)
     queries = jnp.minimum(first[:, None] + within, N - 1)
     row = jnp.where(exists, rows[jnp.minimum(first, N - 1)], 0)
 
-    def of(row: jax.Array) -> FlashCall:
+    def with_rows(row: jax.Array) -> FlashCall:
         slots = cache.slots().of_rows(row)
         return call.replace(
             query=call.query[0][queries],
@@ -71,28 +71,30 @@ def unpacked(call: FlashCall, cache: StoredCache) -> Unpacked:
             bias=None if call.bias is None else call.bias.of_tiles(queries, slots),
         )
 
-    of_keys = of(jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), cache.batch - 1)) if tiles >= cache.batch else None
-    return Unpacked(of(row), of_keys, row, exists, tile, place, is_real)
+    of_keys = None
+    if tiles >= cache.batch:
+        of_keys = with_rows(jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), cache.batch - 1))
+    return Unpacked(with_rows(row), of_keys, row, exists, tile, place, is_real)
 
 
-def new_of_tiles(of: Unpacked, cache: CacheType, new: NewTokens) -> tuple[CacheType, NewTokens]:
+def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[CacheType, NewTokens]:
     """The new tokens that the kernel writes, as those of a batch of tiles, and the cache with the others.
 
-    The kernel writes those of a row of one tile, such as a single token. A tile of a row of several would need the new
-    tokens of the others: those of a prompt are written before, which takes little of the time that its scores do. So
-    are those of a row that has more of them than a tile has queries, since the queries of left padding are in none.
+    The kernel writes a row's new tokens only if its queries fit one tile: of several tiles, each would need the new
+    tokens of the others. All other tokens, such as a prompt's, are written before, which needs little time compared to
+    their scores; so are those of a row with more new tokens than a tile has queries, since left padding has no queries.
     """
     assert new.starts is not None
-    bq, N = of.call.query.shape[1], of.tile.shape[0]
-    tiles = jnp.zeros((cache.batch,), jnp.int32).at[of.row].add(of.exists.astype(jnp.int32))
+    bq, N = batch.call.query.shape[1], batch.tile.shape[0]
+    tiles = jnp.zeros((cache.batch,), jnp.int32).at[batch.row].add(batch.exists.astype(jnp.int32))
     is_one = (tiles == 1) & (new.size <= bq)
     cache = cache.write_new(new, ~is_one)
-    size = jnp.where(of.exists & is_one[of.row], new.size[of.row], 0)
-    token = jnp.minimum(new.starts[of.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
+    size = jnp.where(batch.exists & is_one[batch.row], new.size[batch.row], 0)
+    token = jnp.minimum(new.starts[batch.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
     tokens = {name: x[0][:, token].swapaxes(0, 1) for name, x in new.tokens.items()}
-    # Of the blocks that the tokens of all rows might take, those that a tile's may.
+    # The blocks that a tile's tokens may lie in, among those that any row's might.
     most = (bq - 1) // cache.page_size + 1 + (bq > 1) if isinstance(cache, PagedCache) else 1
-    return cache, NewTokens(tokens, new.first[of.row], size, new.blocks[of.row, :most])
+    return cache, NewTokens(tokens, new.first[batch.row], size, new.blocks[batch.row, :most])
 
 
 def has_packed(mask: Mask | None) -> bool:
@@ -105,9 +107,9 @@ def tiles_of(N: int, rows: int, bq: int) -> int:
     return (N + min(rows, N) * (bq - 1)) // bq
 
 
-def packed(of: Unpacked, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def packed(batch: Unpacked, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """Results of tiles, [tiles, bq, H, Dv] and [tiles, H, bq], as those of packed rows: 0 and −inf for padding."""
-    out = jnp.where(of.is_real[:, None, None], out[of.tile, of.place], jnp.zeros((), out.dtype))[None]
+    out = jnp.where(batch.is_real[:, None, None], out[batch.tile, batch.place], jnp.zeros((), out.dtype))[None]
     if lse is not None:
-        lse = jnp.where(of.is_real[:, None], lse[of.tile, :, of.place], -jnp.inf).T[None]
+        lse = jnp.where(batch.is_real[:, None], lse[batch.tile, :, batch.place], -jnp.inf).T[None]
     return out, lse

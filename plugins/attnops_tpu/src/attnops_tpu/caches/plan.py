@@ -14,47 +14,47 @@ from attnops_tpu.caches.tile_sizes import LANES, Starts
 if TYPE_CHECKING:
     import jax
 
-# Of a word of bits.
+# The bits of a word.
 BITS: Final = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CachePlan:
     """Shapes, tiles and options of a call; hashable.
 
     A grid step is an *item*: a tile of queries of a row of the cache. It visits the tiles of keys that its queries may
     see. The G query heads of a kv head are rows of one tile, R = G · bq of them: row r is query r % bq of head r // bq.
 
-    A tile of keys is ``units`` units; a unit is what is transferred or left out: a page, or a part of a row of a
-    storage without pages.
+    A tile of keys is ``units`` units; a unit is what is transferred or left out: a page, or, without pages, a chunk of
+    a row.
 
     Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call; S slots a row. Of packed rows B is their tiles of queries and
-            T the queries of one.
+        B, T, S, H, K, D, Dv: the dimensions of the call; S is the slots of a row. For packed rows B is the number of
+            tiles of queries, and T the queries of a tile.
         width: features of a token in the array of keys, zeros and joined values included.
-        bq: queries a tile.
-        bk: keys a tile, a multiple of ``unit``.
-        part: keys of a tile that are computed at a time.
-        masked_part: the same of a tile that is masked, of which parts without keys that are seen are left out.
-        unit: slots a unit.
-        is_packed: whether the schedule tells the row of the cache of each item; else they follow one another.
-        is_by_row: of packed rows, whether values by key are those of rows of the cache, instead of those of items.
-        is_ring: whether the slot after a row's last is its first.
+        bq: queries per tile.
+        bk: keys per tile, a multiple of ``unit``.
+        chunk: keys per chunk; a tile is computed chunk by chunk.
+        masked_chunk: the same for a masked tile, which leaves out chunks that no query sees.
+        unit: slots per unit.
+        is_packed: whether the schedule has the row of the cache of each item; else rows follow one another.
+        is_by_row: for packed rows, whether values by key are by row of the cache, instead of by item.
+        is_ring: whether slot 0 of a row follows its last slot.
         is_paged: whether units are pages, found by a table.
         piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
-        buffers: tiles of keys in vector memory: one is computed with, the others are on their way.
+        buffers: tiles of keys in vector memory: one is computed with, the others are being transferred.
         starts: when transfers start, see `Starts`.
-        cores: of a chip that share its kernels' grid; items are given to them in turn.
-        dtype: of the operands of products.
+        cores: the cores that share a kernel's grid; items are given to them in turn.
+        dtype: the dtype of queries and weights in products.
         stored: the dtype of stored tokens.
         operand: the dtype of keys and values in products.
-        out_dtype: of the output.
+        out_dtype: the dtype of the output.
         scales: what has a scale of its own, "token_head" or "head"; empty for tokens that are stored as they are.
         is_latent: whether values are the first Dv features of keys.
         is_joined: whether values are the last Dv features of the array of keys.
-        precision: of products.
+        precision: the precision of products.
         scale: the softmax scale.
-        scoring: see `Scoring`.
+        scoring: what changes scores: mask, bias, soft cap and sinks, see `attnops.kernels.Scoring`.
         wants_lse: whether the logsumexp is asked for.
         interpret: whether the kernel runs in Pallas's interpreter.
         bounds_checks: whether the kernel checks that its accesses are in bounds.
@@ -71,8 +71,8 @@ class Plan:
     width: int
     bq: int
     bk: int
-    part: int
-    masked_part: int
+    chunk: int
+    masked_chunk: int
     unit: int
     is_packed: bool
     is_by_row: bool
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def nq(self) -> int:
-        """Tiles of queries a row of the cache."""
+        """Tiles of queries per row of the cache."""
         return -(-self.T // self.bq)
 
     @property
@@ -125,22 +125,22 @@ class Plan:
 
     @property
     def token_arrays(self) -> int:
-        """Those of them that are no scales."""
+        """The `sources` that are no scales."""
         return 1 if self.is_latent or self.is_joined else 2
 
     @property
     def key_lanes(self) -> int:
-        """Features of keys' array that are multiplied with queries, which have zeros beyond D; whole registers."""
+        """Features of the array of keys that are multiplied with queries, padded with zeros; whole registers."""
         return min(-(-self.D // LANES) * LANES, self.width)
 
     @property
     def values_in_key_lanes(self) -> bool:
-        """Whether some of them are of the joined value."""
+        """Whether some of the ``key_lanes`` are of the joined value."""
         return self.is_joined and self.width - self.Dv < self.key_lanes
 
     @property
     def value_start(self) -> int:
-        """The first feature of values' array that weights are multiplied with, at the start of a register."""
+        """The first feature of the array of values that weights are multiplied with, at the start of a register."""
         return (self.width - self.Dv) // LANES * LANES if self.is_joined else 0
 
     @property
@@ -150,17 +150,17 @@ class Plan:
 
     @property
     def units(self) -> int:
-        """Units a tile of keys."""
+        """Units per tile of keys."""
         return self.bk // self.unit
 
     @property
     def words(self) -> int:
-        """Words of the bits by unit of a tile, a power of two."""
+        """Words that hold a bit for each unit of a tile, a power of two."""
         return 1 << (-(-self.units // BITS) - 1).bit_length()
 
     @property
     def nk(self) -> int:
-        """Tiles of keys a row, the last of which may reach beyond S."""
+        """Tiles of keys per row, the last of which may reach beyond S."""
         return -(-self.S // self.bk)
 
     @property

@@ -43,7 +43,7 @@ class TPUCacheReader(CacheReader):
         cache, slots = cache_of(request), slots_of_row(request)
         G, T = request.heads // request.kv_heads, request.query_length
         if cache.is_packed:
-            # The kernel writes the tokens of rows of one tile.
+            # The kernel writes the tokens of rows whose queries fit one tile.
             T = packed_queries_a_tile(operation.metadata.block_q, T, cache.rows, G)
         tile = queries_a_tile(operation.metadata.block_q, T, G)
         if tile < T and (cores := generation().cores) > 1:

@@ -11,24 +11,24 @@ from jax import lax
 from attnops.kernels import merged
 from attnops.masks import Coverage, Mask, block_map
 from attnops_caches.masks import Slots
-from attnops_tpu.caches.plan import BITS, Plan
+from attnops_tpu.caches.plan import BITS, CachePlan
 from attnops_tpu.caches.tile_sizes import LANES
 from attnops_tpu.caches.write import Written
 
 
-class Schedule(NamedTuple):
+class ItemSchedule(NamedTuple):
     """For scalar memory, int32 [items] each.
 
     Attributes:
         first: the first unit that an item reads.
-        stop: the unit after the last; that of an item without keys is ``first``.
+        stop: the unit after the last; ``first`` for an item without keys.
         first_full: the first of the consecutive tiles of keys that are FULL.
         stop_full: the tile after the last of them.
-        following: [cores + items]: the first item of each core that has keys, then for each item the next one of its
-            core; ``items`` where there is none.
-        missing: whether a page is not in the table that a tile of an item would have a token in; [1] of storages
-            without pages.
-        row: of the cache; [1] where it follows from the item.
+        following: [cores + items]: each core's first item with keys, then for each item its core's next item with keys;
+            ``items`` if there is none.
+        missing: whether a page with tokens that a tile of the item reads is not in the table; [1] for storages without
+            pages.
+        row: the row of the cache; [1] if it follows from the item.
     """
 
     first: jax.Array
@@ -41,16 +41,20 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    plan: Plan, mask: Mask | None, slots: Slots | None = None, new: Written | None = None, row: jax.Array | None = None
-) -> Schedule:
+    plan: CachePlan,
+    mask: Mask | None,
+    slots: Slots | None = None,
+    new: Written | None = None,
+    row: jax.Array | None = None,
+) -> ItemSchedule:
     """The schedule of a call: units from the first to the last that some query of an item may see.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         mask: by slot, bound.
-        slots: of a paged cache.
-        new: tokens that are written; their units are read, whoever sees them.
-        row: of the cache, of each tile of packed rows, int32 [B].
+        slots: the slots of a paged cache; else None.
+        new: tokens that are written; their units are read even if no query sees them.
+        row: the row of the cache of each tile of packed rows, int32 [B].
     """
     shape = plan.B, plan.H, plan.T, plan.S
     coverage = jnp.asarray(merged(block_map(mask, shape, plan.bq, plan.unit).coverage, 1, 1)[:, 0])
@@ -70,32 +74,32 @@ def schedule(
     stop_full = jnp.where(breaks.any(1), breaks.argmax(1), plan.nk).astype(jnp.int32)
     missing = jnp.zeros((1,), jnp.int32) if slots is None else _missing(plan, slots, first, stop)
     row = jnp.zeros((1,), jnp.int32) if row is None else jnp.pad(row, (0, plan.items - plan.B))
-    return Schedule(first, stop, first_full, stop_full, following(plan, some), missing, row)
+    return ItemSchedule(first, stop, first_full, stop_full, following(plan, some), missing, row)
 
 
-def _written(plan: Plan, new: Written) -> jax.Array:
+def _written(plan: CachePlan, new: Written) -> jax.Array:
     start = jnp.arange(plan.nk * plan.units, dtype=jnp.int32) * plan.unit
     first, stop = new.first[:, None], new.stop[:, None]
     units = (first < stop) & (start < stop) & (first < start + plan.unit) & (start < plan.S)
     if plan.is_ring:
         units |= start < stop - plan.S
-    # By the last item of each row.
+    # The last item of each row writes.
     units = jnp.pad(units[:, None], ((0, 0), (plan.nq - 1, 0), (0, 0))).reshape(plan.B * plan.nq, -1)
     return jnp.pad(units, ((0, plan.items - units.shape[0]), (0, 0)))
 
 
-def _missing(plan: Plan, slots: Slots, first: jax.Array, stop: jax.Array) -> jax.Array:
+def _missing(plan: CachePlan, slots: Slots, first: jax.Array, stop: jax.Array) -> jax.Array:
     page = jnp.arange(slots.exists.shape[1], dtype=jnp.int32)
     has_tokens = (page >= slots.start[:, None] // plan.unit) & (page * plan.unit < slots.stop[:, None])
     rows = jnp.minimum(jnp.arange(plan.items) // plan.nq, plan.B - 1)
-    # Of a tile that has a page that is read, the others too.
+    # A tile with a page that is read loads the bits of all its pages.
     first, stop = first // plan.units * plan.units, -(-stop // plan.units) * plan.units
     read = (first[:, None] <= page) & (page < stop[:, None])
     return (read & (has_tokens & ~slots.exists)[rows]).any(1).astype(jnp.int32)
 
 
-def words_of_pages(plan: Plan, exists: jax.Array) -> jax.Array:
-    """Whether pages are in the table, bits of int32 [rows · pieces, 1, 128]: ``plan.words`` of each tile."""
+def words_of_pages(plan: CachePlan, exists: jax.Array) -> jax.Array:
+    """Whether pages are in the table: bits of int32 [rows · pieces, 1, 128], ``plan.words`` words per tile."""
     bits = jnp.pad(exists, ((0, 0), (0, plan.nk * plan.units - exists.shape[1]))).reshape(-1, plan.nk, plan.units)
     bits = jnp.pad(bits, ((0, 0), (0, 0), (0, plan.words * BITS - plan.units)))
     bits = bits.reshape(-1, plan.nk * plan.words, BITS)
@@ -104,8 +108,8 @@ def words_of_pages(plan: Plan, exists: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(words, jnp.int32).reshape(-1, 1, LANES)
 
 
-def following(plan: Plan, some: jax.Array) -> jax.Array:
-    """See `Schedule`; ``some``: whether an item has keys, bool [items]."""
+def following(plan: CachePlan, some: jax.Array) -> jax.Array:
+    """`ItemSchedule.following`, int32 [cores + items]; ``some``: whether an item has keys, bool [items]."""
     item = jnp.arange(plan.items, dtype=jnp.int32)
     by_turn = jnp.where(some, item, plan.items).reshape(-1, plan.cores)
     least = jax.lax.cummin(by_turn, axis=0, reverse=True)

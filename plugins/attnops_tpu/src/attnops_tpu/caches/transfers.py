@@ -1,7 +1,7 @@
-"""Transfers of keys and values from a cache to vector memory, some tiles ahead of the tile that is computed with.
+"""Transfers of keys and values from a cache to vector memory, some tiles ahead of the current tile.
 
 The tiles of all items of a core follow one another in one stream, so that an item's first tiles are transferred while
-the item before it is computed. Of a paged cache, pieces of the table go to scalar memory one ahead of their use. A unit
+the item before it is computed. Pieces of a paged cache's table go to scalar memory one ahead of their use. A unit
 that no query sees is not transferred, and an item without keys starts no transfer.
 """
 
@@ -19,22 +19,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops_tpu.caches.plan import Plan
+from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.tile_sizes import Starts
 from attnops_tpu.caches.write import Writer
 
 
-class Numbers(NamedTuple):
-    """The numbers of `Stream.state`; an instance, `AT`, has the place of each.
+class StreamState(NamedTuple):
+    """The numbers of `Stream.state`; an instance, `AT`, has the index of each.
 
     Attributes:
-        item: of the tile to transfer next; the number of items if there is none.
-        tile: its number among the tiles of the row.
-        is_whole: whether all units of it are transferred.
+        item: the item of the tile to transfer next; the number of items if there is none.
+        tile: the index of that tile in its row.
+        is_whole: whether all its units are transferred.
         enters: whether it begins another piece of the table.
         started: the buffer that it is transferred to.
         used: the buffer of the tile to compute with next.
-        piece: the number of the piece of the table that is in use.
+        piece: the index of the piece of the table that is in use, among all pieces of the core.
     """
 
     item: int
@@ -46,11 +46,11 @@ class Numbers(NamedTuple):
     piece: int
 
 
-AT: Final = Numbers(*range(len(Numbers._fields)))
+AT: Final = StreamState(*range(len(StreamState._fields)))
 
 
 class ScheduleRefs(NamedTuple):
-    """See `attnops_tpu.caches.schedule.Schedule`."""
+    """References to the arrays of `attnops_tpu.caches.schedule.ItemSchedule`."""
 
     first: Any
     stop: Any
@@ -65,10 +65,10 @@ class Tile(NamedTuple):
     """A tile of keys of an item, in scalar registers.
 
     Attributes:
-        item: the grid step's.
-        row: of the cache.
-        entry: of the batch: the row, or of packed rows the item.
-        number: among the tiles of the row.
+        item: the item of the grid step.
+        row: the row of the cache.
+        entry: the entry of the batch: the row, or, for packed rows, the item.
+        number: the index of the tile in the row.
         first: the first unit of the tile that is transferred, counted from the tile's first.
         stop: the unit after the last.
         is_full: whether nothing is masked.
@@ -83,7 +83,7 @@ class Tile(NamedTuple):
     is_full: jax.Array
 
 
-# Computes with a tile in a buffer; then whether it has something to mask, and what else to run meanwhile.
+# Computes with a tile: the tile, its buffer, whether it has something to mask, and transfers to start meanwhile.
 Compute = Callable[[Tile, jax.Array, bool, list[Callable[[], None]]], None]
 
 
@@ -92,24 +92,23 @@ class Stream:
     """The transfers of a core.
 
     Attributes:
-        plan: of the call.
-        schedule: in scalar memory.
-        table: [rows · pieces, 1, piece] of pages; None without pages.
+        plan: the plan of the call.
+        schedule: the schedule, in scalar memory.
+        table: pages [rows · pieces, 1, piece]; None without pages.
         sources: arrays of blocks [blocks, K, n, d] in main memory: keys, and values unless they are latent or joined;
             then the scales of keys and of values by token, [blocks, K, n].
-        by_key: values of masks and biases [B or 1, nk, rows, bk] in main memory, see `Arrays`; None for none.
-        buffers: of the sources [buffers, K, bk, d], and [buffers, K, bk].
-        by_key_buffer: [buffers, rows, bk].
-        pages: two pieces of the table, [2 · piece] in scalar memory: of one axis, so that the address of an entry is
-            a sum, not that of a row and a lane.
-        state: in scalar memory, see `Numbers`.
+        by_key: values of masks and biases [B or 1, nk, rows, bk] in main memory, see `CacheArrays`; None for none.
+        buffers: tiles of the sources [buffers, K, bk, d], and of scales [buffers, K, bk].
+        by_key_buffer: tiles of ``by_key`` [buffers, rows, bk].
+        pages: two pieces of the table, [2 · piece] in scalar memory: with one axis, the address of an entry is a sum.
+        state: the numbers of `StreamState`, in scalar memory.
         arrived: semaphores [buffers].
         piece_arrived: semaphores [2].
         block: the first block of the cache.
-        writer: of new tokens; None for a call that writes none.
+        writer: writes new tokens; None for a call that writes none.
     """
 
-    plan: Plan
+    plan: CachePlan
     schedule: ScheduleRefs
     table: Any
     sources: tuple[Any, ...]
@@ -154,9 +153,9 @@ class Stream:
         """Start the transfer of the next tile of the stream, wait for this one, and compute with it.
 
         Args:
-            item: of the grid step.
-            index: of the tile.
-            compute: see `Compute`.
+            item: the item of the grid step.
+            index: the index of the tile in the row.
+            compute: is called with the tile, see `Compute`.
         """
         plan, buffer = self.plan, self.state[AT.used]
         self.state[AT.used] = self._after(buffer)
@@ -168,8 +167,8 @@ class Stream:
         is_plain, is_masked = is_full & is_whole, ~(is_full & is_whole)
         self._enter()
 
-        # In one run of straight-line code, so that the compiler starts transfers, and finds what the next step does,
-        # while it computes.
+        # In straight-line code, so that the compiler overlaps the starts, and the scalar work for the next step, with
+        # the computation.
         def plain(slot: int | None) -> None:
             starts = list(self._starts_of_whole(self._next(), target, slot))
             if plan.starts is Starts.BEFORE:
@@ -181,7 +180,7 @@ class Stream:
                 _all(starts)
             self._go_on()
 
-        # The same where the next tile is not whole, or is none: as masked, a tile of many rows takes twice as long.
+        # The same if the next tile is not whole, or there is none: computed as masked, many rows need twice the time.
         def last() -> None:
             self._start_by_unit(exists)
             tile = self.tile(item, index)
@@ -192,7 +191,7 @@ class Stream:
             is_masked = ~is_full
             pl.when(is_full & ~is_whole)(last)
         if plan.starts is Starts.BETWEEN and plan.is_paged and plan.units == plan.piece:
-            # Of the many starts of a tile each has one scalar operation less where the entries' addresses are known.
+            # Each of a tile's many starts has one scalar operation less if the address of the piece is static.
             for slot in range(2):
                 pl.when(is_plain & (self._slot_of_piece() == slot))(functools.partial(plain, slot))
         else:
@@ -214,7 +213,7 @@ class Stream:
         self._start_by_unit(self.state[AT.item] < self.plan.items)
 
     def _start_by_unit(self, exists: jax.Array) -> None:
-        """Start the transfers of the next tile, if it exists; the piece of the table that it needs must have come."""
+        """Start the transfers of the next tile, if it exists; its piece of the table must have arrived."""
 
         @pl.when(exists)
         def _() -> None:
@@ -226,7 +225,7 @@ class Stream:
         return self.tile(self.state[AT.item], self.state[AT.tile])
 
     def _go_on(self) -> None:
-        """To the tile after the next, which must exist."""
+        """Make the tile after the next tile, which must exist, the next."""
         item, index = self.state[AT.item], self.state[AT.tile]
         following, goes_on = self.schedule.following[item + self.plan.cores], index + 1 < self._stop_tile(item)
         self._set_next(
@@ -235,7 +234,7 @@ class Stream:
         self.state[AT.started] = self._after(self.state[AT.started])
 
     def _set_next(self, item: jax.Array, index: jax.Array) -> None:
-        """The next tile, or none where ``item`` is none."""
+        """Set the next tile; there is none if ``item`` is none."""
         plan, first = self.plan, index * self.plan.units
         exists, known = item < plan.items, jnp.minimum(item, plan.items - 1)
         is_whole = (self.schedule.first[known] <= first) & (self.schedule.stop[known] >= first + plan.units)
@@ -247,7 +246,7 @@ class Stream:
         return jnp.where(buffer == self.plan.buffers - 1, 0, buffer + 1)
 
     def _enter(self) -> None:
-        """Have the piece of the table that the next tile needs."""
+        """Wait for the piece of the table that the next tile needs."""
         if self.plan.is_paged:
             pl.when(self.state[AT.enters] != 0)(self._enter_piece)
 
@@ -276,7 +275,7 @@ class Stream:
         return pltpu.make_async_copy(source, target, self.piece_arrived.at[slot])
 
     def _starts_of_whole(self, tile: Tile, buffer: jax.Array, slot: int | None = None) -> Iterator[Callable[[], None]]:
-        """What starts the transfers of all units of a tile, one after the other; see `_starter`."""
+        """Functions that, called in order, start the transfers of all units of a tile; ``slot``: see `_starter`."""
         if self.plan.is_paged:
             start_unit = self._starter(tile, buffer, slot)
             for unit in range(self.plan.units):
@@ -317,7 +316,7 @@ class Stream:
     def _starter(self, tile: Tile, buffer: jax.Array, slot: int | None = None) -> Callable[[jax.Array | int], None]:
         """A function that starts the transfers of a unit of a tile, all of whose pages are in one piece.
 
-        ``slot``: where the piece is, if that is known and it has the pages of no other tile.
+        ``slot``: the static place of the piece, 0 or 1, if it has the pages of this tile only; else None.
         """
         plan = self.plan
         first = tile.number * plan.units
@@ -362,7 +361,7 @@ class Stream:
         return self.schedule.row[item] if self.plan.is_packed else lax.div(item, np.int32(self.plan.nq))
 
     def _first_tile(self, item: jax.Array) -> jax.Array:
-        """The first tile of an item; of none, any."""
+        """The first tile of an item; any, if ``item`` is none."""
         return lax.div(self.schedule.first[jnp.minimum(item, self.plan.items - 1)], np.int32(self.plan.units))
 
     def _stop_tile(self, item: jax.Array) -> jax.Array:

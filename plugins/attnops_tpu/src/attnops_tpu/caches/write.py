@@ -1,10 +1,11 @@
-"""New tokens of a row: written into the tile that they lie in, once it has come, and from there to main memory.
+"""New tokens of a row: merged into the tile of keys that they belong to, once it has arrived, and from there written to
+main memory.
 
-A transfer moves whole *groups* of slots, those of a register's sublanes: 8 of 32 bits, 16 of 16, 32 of 8; of scales,
-whose slots are in the lanes, 128. The tokens come as groups that lie as those of the row; the other slots of a group
-keep what was transferred. No other row reads what a call writes: pages that rows share are full.
+A transfer moves whole *groups* of slots, which fill a register's sublanes: 8 slots of 32 bits, 16 of 16, 32 of 8; or
+128 slots of scales, which are in the lanes. The tokens are given in groups aligned as the row's; the other slots of a
+group keep what was transferred. No other row reads what a call writes: pages that rows share are full.
 
-Of several tiles of queries of a row, which follow one another on a core, each puts the tokens in its tiles of keys, and
+If a row has several tiles of queries, they run on one core in order: each merges the tokens into its tiles of keys, and
 the last one writes them to main memory.
 """
 
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops_caches import NewTokens
-from attnops_tpu.caches.plan import Plan
+from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.tile_sizes import LANES
 
 if TYPE_CHECKING:
@@ -38,12 +39,12 @@ class Written(NamedTuple):
 
     Attributes:
         first: the slot of the first new token of each row, counted from the row's first, int32 [B].
-        stop: the slot after the last, int32 [B]; ``first`` for none. Of a ring it may be beyond the last slot, after
-            which comes the first.
-        blocks: the blocks of the row that have new tokens, int32 [B · blocks a row].
-        tokens: bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 slots each: the groups, or
-            of one token a row one word that has it in each slot. Scales float32 [rows, K, n], whole groups. With one
-            tile of queries a row, there are as many rows as items.
+        stop: the slot after the last, int32 [B]; ``first`` for none. In a ring it may be beyond the last slot, which
+            slot 0 follows.
+        blocks: the blocks with new tokens of each row, int32 [B · blocks per row].
+        tokens: bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 slots each: whole groups,
+            or, for one token per row, one word that repeats it. Scales float32 [rows, K, n], whole groups. With one
+            tile of queries per row, there are as many rows as items.
     """
 
     first: jax.Array
@@ -52,41 +53,41 @@ class Written(NamedTuple):
     tokens: tuple[jax.Array, ...]
 
 
-def group_of(plan: Plan, array: int, itemsize: int) -> int:
-    """Slots a group of one of the arrays that are written to."""
+def group_of(plan: CachePlan, array: int, itemsize: int) -> int:
+    """Slots per group of one of the arrays that are written to."""
     return math.gcd(LANES if array >= plan.token_arrays else _SUBLANES * 4 // itemsize, plan.unit)
 
 
-def written(plan: Plan, new: NewTokens, base: jax.Array | int, blocks: Mapping[str, jax.Array]) -> Written:
+def written(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapping[str, jax.Array]) -> Written:
     """What a call writes.
 
     Args:
-        plan: of the call.
-        new: of the cache.
+        plan: the plan of the call.
+        new: the new tokens.
         base: the first block of the cache.
         blocks: the arrays that are written to, by name; scales last. JAX sorts the names of ``new.tokens``.
     """
-    found = []
+    tokens = []
     for i, (name, array) in enumerate(blocks.items()):
         group = group_of(plan, i, array.dtype.itemsize)
         token = jnp.arange(((plan.T + group - 2) // group + 1) * group, dtype=jnp.int32) - (new.first % group)[:, None]
         token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
-        own = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
+        words = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
         wanting = plan.items - plan.B if plan.nq == 1 else 0
-        found.append(jnp.pad(own, ((0, wanting), *[(0, 0)] * (own.ndim - 1))))
-    return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(found))
+        tokens.append(jnp.pad(words, ((0, wanting), *[(0, 0)] * (words.ndim - 1))))
+    return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(tokens))
 
 
 def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
-    """Tokens [B, K, T, d] in slots that follow one another, ``token`` [B, 1, n, 1] of each, as words of 32 bits.
+    """The ``token`` [B, 1, n, 1] of each slot, of tokens [B, K, T, d], as words of 32 bits.
 
-    Of one token, one word that repeats it.
+    If T is 1, one word that repeats the token.
     """
     itemsize = x.dtype.itemsize
     packed, bits = 4 // itemsize, lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * itemsize}"))
 
     def shifted(i: int) -> jax.Array:
-        # Not by a bitcast of pairs or fours: as the last axis these would be padded to 128 lanes.
+        # Not by a bitcast of pairs or fours: as a last axis, they would be padded to 128 lanes.
         some = bits if x.shape[2] == 1 else jnp.take_along_axis(bits, token[:, :, i::packed], 2)
         return some.astype(jnp.uint32) << (8 * itemsize * i)
 
@@ -96,18 +97,18 @@ def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """References, and what is done with them.
+    """Writes the new tokens of a call, on references.
 
     Attributes:
-        plan: of the call.
-        first, stop, blocks: see `Written`, in scalar memory; by entry of the batch, see `Tile`.
-        tokens: of the item, [1, K, n, d] each, see `Written`.
+        plan: the plan of the call.
+        first, stop, blocks: the slots and blocks of new tokens, by entry of the batch, in scalar memory; see `Written`.
+        tokens: the item's tokens and scales, [1, K, n, d] and [1, K, n], see `Written`.
         targets: the arrays of blocks, in main memory.
-        buffers: of tiles, see `attnops_tpu.caches.transfers.Stream`.
+        buffers: the tiles in vector memory, see `attnops_tpu.caches.transfers.Stream`.
         written: a semaphore [1].
     """
 
-    plan: Plan
+    plan: CachePlan
     first: Any
     stop: Any
     blocks: Any
@@ -119,16 +120,16 @@ class Writer:
     def has(self, entry: jax.Array, number: jax.Array) -> jax.Array:
         """Whether a tile of an entry has new tokens."""
         first, stop, start = self.first[entry], self.stop[entry], number * self.plan.bk
-        found = (stop > first) & (start < stop) & (first < start + self.plan.bk)
-        return found | (start < stop - self.plan.S) if self.plan.is_ring else found
+        has_new = (stop > first) & (start < stop) & (first < start + self.plan.bk)
+        return has_new | (start < stop - self.plan.S) if self.plan.is_ring else has_new
 
     @property
     def _turns(self) -> tuple[int, ...]:
-        """What is subtracted from a number of slots, for those before and those after a ring's end."""
+        """What is subtracted from the number of a slot: 0, and in a ring S for those beyond its end."""
         return (0, self.plan.S) if self.plan.is_ring else (0,)
 
     def _is_writing(self, item: jax.Array) -> jax.Array | bool:
-        """Whether an item writes to main memory: the last of its row, after which no other reads the tokens."""
+        """Whether an item writes to main memory: only the last of its row does."""
         nq = self.plan.nq
         return True if nq == 1 else lax.rem(item, np.int32(nq)) == nq - 1
 
@@ -169,7 +170,7 @@ class Writer:
                 lax.fori_loop(*self._groups(entry, number, group, turn), one, None)
 
     def _groups(self, entry: jax.Array, number: jax.Array, group: int, turn: int) -> tuple[jax.Array, jax.Array]:
-        """The range of groups of a tile that have new tokens, in numbers that go on after a ring's end."""
+        """The range of groups of a tile that have new tokens; their numbers go on beyond a ring's end."""
         of_tile, before = self.plan.bk // group, turn // group
         end = (number + 1) * of_tile
         end = jnp.minimum(end, self.plan.S // group) + before if self.plan.is_ring else end
@@ -220,11 +221,11 @@ class Writer:
 
 
 def _bits_of_slots(shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:
-    """Words [words, width] of which the bits of slots from ``first`` to ``stop`` are 1."""
+    """Words [words, width] in which the bits of slots from ``first`` to ``stop`` are 1."""
     slot = lax.broadcasted_iota(jnp.int32, shape, 0) * packed
-    bits, found = 32 // packed, jnp.zeros(shape, jnp.int32)
+    bits, words = 32 // packed, jnp.zeros(shape, jnp.int32)
     for i in range(packed):
         mask = np.array((((1 << bits) - 1) << (bits * i)), np.uint32).astype(np.int32)
         at = slot + i
-        found |= jnp.where((at >= first) & (at < stop), jnp.int32(mask), jnp.int32(0))
-    return found
+        words |= jnp.where((at >= first) & (at < stop), jnp.int32(mask), jnp.int32(0))
+    return words

@@ -19,7 +19,7 @@ from attnops_tpu.flash.backward import Inputs, backward
 from attnops_tpu.flash.bias_gradient import bias_gradients
 from attnops_tpu.flash.forward import forward
 from attnops_tpu.flash.operands import Arrays, pad_last
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.prepare import arrays, by_score, count_active_tiles, tile_schedules
 from attnops_tpu.flash.tile import LN2, score_unit
 from attnops_tpu.flash.tile_schedule import TileSchedules
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PallasFlash(FlashBackend):
-    """See `FlashBackend`. Scores are transposed, see `Plan`."""
+    """See `FlashBackend`. Scores are transposed, see `FlashPlan`."""
 
     second_derivative: ClassVar[str] = (
         "this kernel's gradients have no derivative, but a second derivative was asked for; vanilla has one"
@@ -41,7 +41,7 @@ class PallasFlash(FlashBackend):
     def compute_dtype(self, call: FlashCall) -> DType:
         return jnp.bfloat16 if call.query.dtype == call.key.dtype == call.value.dtype == jnp.bfloat16 else jnp.float32
 
-    def plan(self, call: FlashCall) -> Plan:
+    def plan(self, call: FlashCall) -> FlashPlan:
         (B, T, H, D), (S, K, Dv) = call.query.shape, call.value.shape[1:]
         dtype, metadata, mask = call.query.dtype, call.metadata, call.mask
         scoring = describe(
@@ -62,7 +62,7 @@ class PallasFlash(FlashBackend):
         tiles = choose(metadata, problem, functools.partial(count_active_tiles, mask, call.scores_shape))
         # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
         one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
-        return Plan(
+        return FlashPlan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_partial=call.is_partial,
             scoring=scoring, precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale,
             interpret=metadata.interpret, strided_rotation=generation().strided_rotation,
@@ -70,16 +70,16 @@ class PallasFlash(FlashBackend):
             **tiles._asdict(),
         )  # fmt: skip
 
-    def arrays(self, plan: Plan, call: FlashCall) -> Arrays:
+    def arrays(self, plan: FlashPlan, call: FlashCall) -> Arrays:
         return arrays(plan, call)
 
-    def schedule(self, plan: Plan, call: FlashCall) -> TileSchedules:
+    def schedule(self, plan: FlashPlan, call: FlashCall) -> TileSchedules:
         schedules = tile_schedules(plan, call.mask)
         if not plan.scoring.array:
             return schedules
         return schedules._replace(by_score=by_score(plan, call.mask, _array_bias(call.bias).shape))
 
-    def forward(self, plan: Plan, operands: Operands) -> tuple[jax.Array, PyTree]:
+    def forward(self, plan: FlashPlan, operands: Operands) -> tuple[jax.Array, PyTree]:
         query, key, value, arrays, schedules = operands
         q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
         out, rows = forward(plan, q, k, v, arrays, schedules.forward)
@@ -87,7 +87,13 @@ class PallasFlash(FlashBackend):
         return out[:, :, : plan.T].swapaxes(1, 2), (lse, log2_residual * LN2)
 
     def gradients(
-        self, plan: Plan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array, d_out: jax.Array
+        self,
+        plan: FlashPlan,
+        wants_bias: bool,
+        operands: Operands,
+        statistics: PyTree,
+        delta: jax.Array,
+        d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         query, key, value, arrays, schedules = operands
         lse, lse_residual = statistics
@@ -120,7 +126,7 @@ def _array_bias(bias: PyTree) -> jax.Array:
     return array
 
 
-def _scaled(plan: Plan, query: jax.Array) -> jax.Array:
+def _scaled(plan: FlashPlan, query: jax.Array) -> jax.Array:
     """The query times the folded factor of the scale, which does not round."""
     return query * jnp.asarray(plan.folded, query.dtype)
 

@@ -36,7 +36,7 @@ from attnops_tpu.flash.operands import (
     rows_of_key,
     score_operands,
 )
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile import (
     SubTile,
     cap_and_bias_vjp,
@@ -50,7 +50,7 @@ from attnops_tpu.flash.tile_schedule import Body, TileSchedule, kinds_of
 if TYPE_CHECKING:
     from attnops.typing import DType, Leaf, PyTree, Ref
 
-# The offset at which a buffer is read is 0, but as far as the compiler knows it may be this: rows of a 16-bit register.
+# Buffers are read at offset 0, but for all that the compiler knows at this one: the rows of a 16-bit register.
 _OFFSET: Final = 16
 
 
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
     rows: jax.Array
 
 
-def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
+def input_operands(plan: FlashPlan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
     """`Inputs`, and the other inputs of scores."""
     return [
         by_query("q", inputs.q, plan.bq),
@@ -88,13 +88,13 @@ def input_operands(plan: Plan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
 
 @folds_batch
 def backward(
-    plan: Plan, inputs: Inputs, arrays: Arrays, spans: tuple[TileSchedule, ...]
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, spans: tuple[TileSchedule, ...]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The gradients of query [B, H, D, Tp], of key [B, K, D, Sp] and of value [B, K, Dv, Sp], in ``plan.out_dtype``.
 
     Args:
-        plan: of the call.
-        inputs: see `Inputs`.
+        plan: the plan of the call.
+        inputs: query, key, value, the output's gradient, and statistics by query.
         arrays: the other inputs of scores.
         spans: for each span of ``plan.span`` tiles of queries, the schedule by tiles of keys.
     """
@@ -124,13 +124,13 @@ def backward(
     return dq, dk.astype(plan.out_dtype), dv.astype(plan.out_dtype)
 
 
-def _sum_splits(plan: Plan, x: jax.Array) -> jax.Array:
+def _sum_splits(plan: FlashPlan, x: jax.Array) -> jax.Array:
     """[B, K · split, d, Sp] summed to [B, K, d, Sp]."""
     return x if plan.split == 1 else x.reshape(plan.B, plan.K, plan.split, *x.shape[2:]).sum(axis=2)
 
 
 def _span(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, first: jax.Array, dtype: DType
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, first: jax.Array, dtype: DType
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One sweep: the gradients of a span of queries, [B, H, D, span · bq]; and of keys and of values, in a dtype.
 
@@ -173,7 +173,7 @@ def _span(
             *(Scratch((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)),
             Scratch((plan.D, plan.bk), plan.dtype),
             *[Scratch((sizes.rows + _OFFSET, sizes.cols), plan.dtype)] * (2 * (sizes.lag + 1)),
-            # Gradients of float32 are accumulated in their block.
+            # float32 gradients are accumulated in their block.
             *([] if plan.out_dtype == jnp.float32 else [Scratch((G, plan.D, width), jnp.float32)]),
         ],
         cost=cost(plan, schedule.longest, 3 * plan.D + 2 * plan.Dv),
@@ -182,7 +182,7 @@ def _span(
 
 
 def _kernel(
-    plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: Ref, first: jax.Array, *refs: Ref
+    plan: FlashPlan, schedule: TileSchedule, names: Sequence[str], entries: Ref, first: jax.Array, *refs: Ref
 ) -> None:
     """A grid step: a tile of one query head. ``names`` are those of the first references, the operands."""
     named = dict(zip(names, refs, strict=False))
@@ -197,7 +197,7 @@ def _kernel(
     is_first, is_last = step == 0, step == pl.num_programs(2) - 1
     if schedule.joined > 1:
         is_first |= batch != schedule.batch(*at, jnp.maximum(step - 1, 0))
-        # Each map has an entry more than steps.
+        # Each map has one entry more than steps.
         is_last |= batch != schedule.batch(*at, step + 1)
 
     @pl.when(is_first & (g == 0))
@@ -233,7 +233,7 @@ def _kernel(
 
 
 def _add_tile(
-    plan: Plan,
+    plan: FlashPlan,
     refs: Refs,
     index: TileIndex,
     body: Body,
@@ -246,15 +246,15 @@ def _add_tile(
     """Add the contribution of a tile to the gradients.
 
     Args:
-        plan: of the call.
-        refs: by the names of operands.
-        index: of the tile.
-        body: of the tile.
-        gradients: of queries [D, span · bq], of keys [D, bk] and of values [Dv, bk].
+        plan: the plan of the call.
+        refs: references to blocks, by the names of operands.
+        index: the index of the tile.
+        body: the code of its kind.
+        gradients: the gradients of queries [D, span · bq], of keys [D, bk] and of values [Dv, bk].
         begins: whether the tile is the first of its row, so that the last two hold nothing yet.
         start: the offset of the tile's queries in the first.
-        buffers: for the weights and the gradients of scores of the sub-tiles between two stages,
-            [rows + `_OFFSET`, cols].
+        buffers: [rows + `_OFFSET`, cols] each, for the weights and the gradients of scores of the sub-tiles between two
+            stages.
         zero: 0, unknown to the compiler: otherwise it would forward stores to loads, keep the buffers in registers, and
             spill those.
     """

@@ -17,7 +17,7 @@ from attnops.masks import Coverage
 from attnops_tpu.flash.backward import Inputs, input_operands, products, weights_and_gradients
 from attnops_tpu.flash.launch import Result, Scratch, launch
 from attnops_tpu.flash.operands import Arrays, Refs, TileIndex, concatenate_rows, cost
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile import SubTile, cap_and_bias_vjp, sheared, to_row, zero_masked_scores
 from attnops_tpu.flash.tile_schedule import TileSchedule
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def bias_gradients(
-    plan: Plan, inputs: Inputs, arrays: Arrays, by_query: tuple[TileSchedule, ...], by_score: TileSchedule | None
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, by_query: tuple[TileSchedule, ...], by_score: TileSchedule | None
 ) -> Arrays:
     """The gradients of the bias's arrays, each in its array's shape.
 
     Args:
-        plan: of the call.
-        inputs: see `Inputs`.
+        plan: the plan of the call.
+        inputs: the inputs of the backward pass.
         arrays: the other inputs of scores.
         by_query: schedules by tiles of queries, for consecutive chunks of rows.
         by_score: the schedule of an array bias, see `_array_gradient`.
@@ -50,7 +50,7 @@ def bias_gradients(
 
 
 def _all_rows(
-    plan: Plan, inputs: Inputs, arrays: Arrays, chunks: tuple[TileSchedule, ...]
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, chunks: tuple[TileSchedule, ...]
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
     gradients = [_value_gradients(plan, inputs, arrays, schedule) for schedule in chunks]
     axes = () if plan.scoring.bias is None else plan.scoring.bias.values
@@ -66,15 +66,15 @@ class _Wanted(NamedTuple):
     """The indices of the bias's values that have a gradient.
 
     Attributes:
-        by_query: of values by query, or of numbers, whose gradient is a sum over queries.
-        by_key: of values by key.
+        by_query: the values by query, and numbers, whose gradient is a sum over queries.
+        by_key: the values by key.
     """
 
     by_query: list[int]
     by_key: list[int]
 
     @classmethod
-    def make(cls, plan: Plan, arrays: Arrays) -> _Wanted:
+    def make(cls, plan: FlashPlan, arrays: Arrays) -> _Wanted:
         axes = () if plan.scoring.bias is None else plan.scoring.bias.values
         inexact = [i for i, x in enumerate(arrays.bias) if jnp.issubdtype(x.dtype, jnp.floating)]
         return cls([i for i in inexact if "kv" not in axes[i]], [i for i in inexact if "kv" in axes[i]])
@@ -82,11 +82,11 @@ class _Wanted(NamedTuple):
 
 @folds_batch
 def _value_gradients(
-    plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule
+    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[tuple[jax.Array | None, ...], jax.Array | None]:
     """The gradients of the values of an elementwise bias, and of a table: [B, H, 1, n] each, not yet summed.
 
-    Gradients by key or by distance are accumulated in vector memory for a complete head: O(T + S) of it.
+    Gradients by key or by distance are accumulated in vector memory for a complete head, O(T + S) elements.
     """
     operands = input_operands(plan, inputs, arrays)
     wanted = _Wanted.make(plan, arrays)
@@ -118,7 +118,7 @@ def _value_gradients(
 
 
 def _value_kernel(
-    plan: Plan, schedule: TileSchedule, names: Sequence[str], wanted: _Wanted, entries: Ref, *refs: Ref
+    plan: FlashPlan, schedule: TileSchedule, names: Sequence[str], wanted: _Wanted, entries: Ref, *refs: Ref
 ) -> None:
     """A grid step. ``names`` are those of the first references, the operands."""
     named, outputs = dict(zip(names, refs, strict=False)), refs[len(names) :]
@@ -172,7 +172,7 @@ def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool)
     return dict(zip(indices, pull_back(d_scores)[0], strict=True)), d_scores
 
 
-def _by_distance(plan: Plan, d_scores: jax.Array) -> jax.Array:
+def _by_distance(plan: FlashPlan, d_scores: jax.Array) -> jax.Array:
     """[rows, cols] summed over scores of one distance: [1, rows + cols], score (j, i) at ``rows + i - j``."""
     rows, cols = d_scores.shape
     # Each row must be shifted back by one more than the row before it, but the hardware shifts forward: so the rows are
@@ -193,10 +193,10 @@ def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @one_by_one
-def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> jax.Array:
+def _array_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> jax.Array:
     """The gradient of an array bias [B or 1, H or 1, Tp, Sp], summed over the batches and heads that share an element.
 
-    The schedule has [B or 1, H or 1] maps, whose active tiles are those of any batch or head that shares the map.
+    The schedule has [B or 1, H or 1] maps; a tile is active if it is for any batch or head that shares the map.
     """
     array = arrays.array
     assert array is not None
@@ -254,7 +254,7 @@ def _array_gradient(plan: Plan, inputs: Inputs, arrays: Arrays, schedule: TileSc
     return gradient
 
 
-def _sub_tiles(plan: Plan, refs: Refs, index: TileIndex) -> list[SubTile]:
+def _sub_tiles(plan: FlashPlan, refs: Refs, index: TileIndex) -> list[SubTile]:
     rows, cols = plan.backward.rows, plan.backward.cols
     return [
         SubTile(plan, refs, index, row, rows, col, cols)

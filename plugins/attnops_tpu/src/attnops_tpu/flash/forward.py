@@ -5,8 +5,8 @@ vector memory, and converts the scores of the previous tile, which it reads from
 values. The two chains are independent, so the compiler fills the matrix unit's latency in one with the other; and it
 can't hold the scores of a complete tile in registers, of which there are far too few. NOTES.md has the figures.
 
-After the last tile a step drains the pipeline. Where one core runs all batches and heads, in order, this is one step a
-kernel: the last tile of a head is the previous tile of the next head's first. Where cores share them, it is one a head.
+After the last tile a step drains the pipeline. If one core runs all batches and heads, in order, this is one step per
+kernel: the last tile of a head is the previous tile of the next head's first. If cores share them, it is one per head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from attnops_tpu.flash.operands import (
     rows_of_query,
     score_operands,
 )
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile import SubTile, log2_unit, product, score_unit
 from attnops_tpu.flash.tile_schedule import REDUCED, Body, Hidden, TileSchedule
 
@@ -47,15 +47,15 @@ EMPTY: Final = int(Coverage.EMPTY)
 COMPARISONS: Final = frozenset({"add", "and", "ge", "gt", "le", "lt", "not", "or", "sub"})
 
 
-class _State(NamedTuple):
-    """References to vector memory that is kept from step to step. A number a query is held by each of the 8 sublanes.
+class _TileState(NamedTuple):
+    """References to vector memory that is kept from step to step. A number per query is repeated in all 8 sublanes.
 
     Attributes:
-        scores: [bk, bq], of the previous tile.
+        scores: [bk, bq], the scores of the previous tile.
         m: [8, bq], the largest score of the row of tiles so far.
         m_before: [8, bq], ``m`` without the previous tile, whose weights are relative to it.
         alpha: [8, bq], the factor by which ``l`` and ``acc`` are rescaled from ``m_before`` to ``m``.
-        l: [8, bq], the sum of the weights, of each sublane separately.
+        l: [8, bq], the sum of the weights, separately for each sublane.
         acc: [Dv, bq], the sum of weights times values.
     """
 
@@ -68,12 +68,12 @@ class _State(NamedTuple):
 
 
 def forward(
-    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, chunks: tuple[TileSchedule, ...]
+    plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, chunks: tuple[TileSchedule, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """The output, and the logsumexp with its rounding error.
 
     Args:
-        plan: of the call.
+        plan: the plan of the call.
         q: [B, H, Tp, D], times the folded factor of the scale.
         k: [B, K, Sp, D].
         v: [B, K, Sp, Dv].
@@ -93,9 +93,9 @@ def forward(
 
 @folds_batch
 def _rows(
-    plan: Plan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
+    plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array]:
-    """See `forward`; only the rows of this schedule are written."""
+    """The results of `forward`, in which only the rows of this schedule are written."""
     for_scores = [
         rows_of_query("q", q, plan),
         rows_of_key("k", k, plan),
@@ -147,8 +147,8 @@ def _rows(
     return out, rows
 
 
-def _bytes_a_score(plan: Plan) -> int:
-    """Of registers that the compiler spills, with a margin: it may compute the mask of a tile before all else.
+def _bytes_a_score(plan: FlashPlan) -> int:
+    """Bytes per score that the compiler may spill, with a margin: it may compute the mask of a tile before all else.
 
     Documents whose ids are traced and a `MaskFn` need up to 6, at 2048 × 2048; a causal mask, 1.
     """
@@ -165,15 +165,15 @@ def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.
 
 
 def _previous_tile(
-    plan: Plan, schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref
+    plan: FlashPlan, schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref
 ) -> TileIndex:
     return _current_tile(schedule, *_previous_step(plan, schedule, b, h, step), entries)
 
 
 def _previous_step(
-    plan: Plan, schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array
+    plan: FlashPlan, schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The batch of the grid, head and entry of the previous step; of the first one its own."""
+    """The batch of the grid, head and entry of the previous step; for the first step its own."""
     before = jnp.maximum(step - 1, 0)
     if not plan.sequential or plan.B // schedule.joined * plan.H == 1:
         return b, h, before
@@ -189,11 +189,11 @@ def _previous_step(
     )
 
 
-def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: Ref, *refs: Ref) -> None:
+def _kernel(plan: FlashPlan, schedule: TileSchedule, names: Sequence[str], entries: Ref, *refs: Ref) -> None:
     """A grid step. ``names`` are those of the first references, the operands."""
     named = dict(zip(names, refs, strict=False))
     out, rows = refs[len(names) : len(names) + 2]
-    state = _State(*refs[len(names) + 2 :])
+    state = _TileState(*refs[len(names) + 2 :])
     b, h, step = (pl.program_id(axis) for axis in range(3))
     entry, before = schedule.at(entries, b, h, step), _previous_step(plan, schedule, b, h, step)
     indices = _current_tile(schedule, b, h, step, entries), _current_tile(schedule, *before, entries)
@@ -238,10 +238,10 @@ def _kernel(plan: Plan, schedule: TileSchedule, names: Sequence[str], entries: R
 
 
 def _step(
-    plan: Plan,
+    plan: FlashPlan,
     refs: Refs,
     indices: tuple[TileIndex, TileIndex],
-    state: _State,
+    state: _TileState,
     first: Leaf,
     body: Body,
     hidden_before: Hidden = (),
@@ -249,12 +249,12 @@ def _step(
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
     Args:
-        plan: of the call.
-        refs: by the names of operands.
-        indices: of the current and the previous tile.
-        state: see `_State`.
+        plan: the plan of the call.
+        refs: references to blocks, by the names of operands.
+        indices: the indices of the current and the previous tile.
+        state: the online softmax so far, and the scores of the previous tile.
         first: whether the current tile begins a row; None if there is no current tile.
-        body: of the current tile.
+        body: the code of the current tile's kind.
         hidden_before: the sub-tiles that have no score of the previous tile, where scores are -inf.
     """
     c = log2_unit(plan)
@@ -314,7 +314,7 @@ def _scores(sub: SubTile, refs: Refs, masked: bool) -> jax.Array:
     return jnp.where(sub.allowed(), s, -jnp.inf) if masked else s
 
 
-def _finish(plan: Plan, out: Ref, rows: Ref, state: _State, sink: Ref) -> None:
+def _finish(plan: FlashPlan, out: Ref, rows: Ref, state: _TileState, sink: Ref) -> None:
     """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""
     m, c = _finite(state.m_before[:1]), log2_unit(plan)
     l = state.l[...].sum(axis=0, keepdims=True)
@@ -333,7 +333,7 @@ def _finish(plan: Plan, out: Ref, rows: Ref, state: _State, sink: Ref) -> None:
     rows[1:] = jnp.where(sees_any, residual, 0.0)
 
 
-def _clear(state: _State) -> None:
+def _clear(state: _TileState) -> None:
     state.l[...] = jnp.zeros(state.l.shape, jnp.float32)
     state.acc[...] = jnp.zeros(state.acc.shape, jnp.float32)
 

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.interpreter import interpret_params
 
 if TYPE_CHECKING:
     from attnops.typing import DType, Function
 
 PARALLEL, ARBITRARY = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
-# For what the compiler adds to blocks and scratch, mostly spilled registers: a share, and at least so many bytes; in
-# addition it may hold a tile of each dense mask with 32 bits an element.
+# What the compiler may add to blocks and scratch, mostly spilled registers: a share, and at least so many bytes; and a
+# tile of each dense mask with 32 bits per element.
 _SHARE: Final = 1.1
 _LEAST: Final = 8 << 20
 _LANES: Final = 128
@@ -40,7 +40,7 @@ class Result(NamedTuple):
 
 
 def launch(
-    plan: Plan,
+    plan: FlashPlan,
     kernel: Function,
     name: str,
     *,
@@ -57,18 +57,18 @@ def launch(
     """The results of a kernel.
 
     Args:
-        plan: of the call.
-        kernel: of references to ``scalars``, to blocks of ``inputs`` and ``results``, and to ``scratch``.
-        name: of the kernel.
+        plan: the plan of the call.
+        kernel: takes references to ``scalars``, to blocks of ``inputs`` and ``results``, and to ``scratch``.
+        name: the name of the kernel.
         grid: batch and heads, and sequential axes.
-        scalars: arrays in scalar memory, which index maps take too.
+        scalars: arrays in scalar memory, which index maps are given too.
         inputs: arrays and their blocks.
         results: the outputs.
         scratch: further buffers.
         cost: the estimate by which the compiler overlaps the kernel with transfers.
         aliases: the results, by index, that are written over an input, by index.
         sequential: whether batches and heads must run in order too, on one core.
-        spilled: bytes of vector memory that registers may need which the compiler spills.
+        spilled: bytes of vector memory for registers that the compiler may spill.
     """
     inputs = list(inputs)
     blocks = [(spec, array.dtype) for array, spec in inputs] + [(spec, array.dtype) for array, spec in results]
@@ -94,17 +94,17 @@ def launch(
 
 
 def compiler_params(
-    plan: Plan, axes: int, memory: int, sequential: bool = False, spilled: int = 0
+    plan: FlashPlan, axes: int, memory: int, sequential: bool = False, spilled: int = 0
 ) -> pltpu.CompilerParams:
     """For a grid of batch and heads, which are parallel axes unless ``sequential``, and ``axes - 2`` sequential ones.
 
     Args:
-        plan: of the call.
-        axes: of the grid.
-        memory: see `needed`. What a kernel may use is not available to the program around it, whose arrays the compiler
-            keeps in vector memory too.
-        sequential: see `launch`.
-        spilled: see `launch`.
+        plan: the plan of the call.
+        axes: the number of axes of the grid.
+        memory: bytes of blocks and scratch, from `needed`. The limit should be low: what a kernel may use, the program
+            around it can't use to keep arrays in vector memory.
+        sequential: whether batches and heads must run in order too, on one core.
+        spilled: bytes of vector memory for registers that the compiler may spill.
     """
     margin = max(_LEAST, spilled) + 4 * plan.bq * plan.bk * plan.scoring.dense
     return pltpu.CompilerParams(
@@ -122,7 +122,7 @@ def needed(blocks: Iterable[tuple[pl.BlockSpec, DType]], scratch: Iterable[Scrat
 
 
 def _bytes(shape: Sequence[Any], dtype: DType) -> int:
-    """Of an array, whose last two axes are padded to registers; a single row is not."""
+    """Bytes of an array, whose last two axes are padded to registers; a single row is not."""
     *outer, rows, lanes = (1 if n is None else int(n) for n in shape)
     itemsize = jnp.dtype(dtype).itemsize
     sublanes = 8 * 4 // itemsize

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile_schedule import TileSchedule
 
 # An index, in a scalar register.
@@ -58,7 +58,7 @@ class Operand:
     """An array and its blocks.
 
     Attributes:
-        name: by which kernels refer to it.
+        name: the name by which kernels refer to it.
         array: the array.
         block: shape of a block, None for squeezed axes; empty for the complete array, in scalar memory.
         block_index: the index of a tile's block.
@@ -81,12 +81,12 @@ class Operand:
         return self.array, self.spec(tile_at)
 
 
-def rows_of_query(name: str, x: jax.Array, plan: Plan) -> Operand:
+def rows_of_query(name: str, x: jax.Array, plan: FlashPlan) -> Operand:
     """[B, H, Tp, d]: a tile's queries, as rows."""
     return Operand(name, x, (None, None, plan.bq, x.shape[3]), lambda p: (_batch(x, p), p.h, p.q_tile, 0))
 
 
-def rows_of_key(name: str, x: jax.Array, plan: Plan) -> Operand:
+def rows_of_key(name: str, x: jax.Array, plan: FlashPlan) -> Operand:
     """[B, K, Sp, d]: a tile's keys, as rows."""
     return Operand(
         name, x, (None, None, plan.bk, x.shape[3]), lambda p: (_batch(x, p), _kv_head(plan, p), p.kv_tile, 0)
@@ -103,7 +103,7 @@ def by_key(name: str, x: jax.Array, bk: int) -> Operand:
     return Operand(name, x, (None, None, x.shape[2], bk), lambda p: (*_lead(x, p), 0, p.kv_tile))
 
 
-def by_score(name: str, x: jax.Array, plan: Plan) -> Operand:
+def by_score(name: str, x: jax.Array, plan: FlashPlan) -> Operand:
     """[B or 1, H or 1, Tp, Sp]: a tile's scores, queries first."""
     return Operand(name, x, (None, None, plan.bq, plan.bk), lambda p: (*_lead(x, p), p.q_tile, p.kv_tile))
 
@@ -114,7 +114,7 @@ def by_head(name: str, x: jax.Array) -> Operand:
 
 
 def concatenate_rows(
-    plan: Plan, chunks: tuple[TileSchedule, ...], results: Sequence[jax.Array], axis: int
+    plan: FlashPlan, chunks: tuple[TileSchedule, ...], results: Sequence[jax.Array], axis: int
 ) -> jax.Array:
     """An array by query along ``axis``, from a result for each chunk of rows, in which only that chunk is written."""
     if len(results) == 1:
@@ -126,12 +126,12 @@ def concatenate_rows(
     )
 
 
-def cost(plan: Plan, longest: int, dims: int) -> pl.CostEstimate:
+def cost(plan: FlashPlan, longest: int, dims: int) -> pl.CostEstimate:
     """The cost estimate of a kernel, by which the compiler overlaps it with transfers.
 
     Args:
-        plan: of the call.
-        longest: most tiles of a batch and query head.
+        plan: the plan of the call.
+        longest: the most tiles of a batch and query head.
         dims: the sum of the head dims of all products.
     """
     tiles = plan.B * plan.H * longest
@@ -143,7 +143,7 @@ def cost(plan: Plan, longest: int, dims: int) -> pl.CostEstimate:
     )
 
 
-def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
+def score_operands(plan: FlashPlan, arrays: Arrays) -> list[Operand]:
     """The inputs of a tile's scores other than query and key, without dropout."""
     operands = []
     for prefix, function, values in (
@@ -166,7 +166,7 @@ def score_operands(plan: Plan, arrays: Arrays) -> list[Operand]:
     return operands
 
 
-def value_layout(plan: Plan, axes: frozenset[str], x: jax.Array) -> jax.Array:
+def value_layout(plan: FlashPlan, axes: frozenset[str], x: jax.Array) -> jax.Array:
     """A value [B or 1, H or 1, T or 1, S or 1] in kernels' layout, with 32-bit elements.
 
     Returns:
@@ -195,6 +195,6 @@ def _lead(x: jax.Array, p: TileIndex) -> Sequence[jax.Array | int]:
     return (_batch(x, p), p.h if x.shape[1] > 1 else 0)
 
 
-def _kv_head(plan: Plan, p: TileIndex) -> jax.Array | int:
+def _kv_head(plan: FlashPlan, p: TileIndex) -> jax.Array | int:
     # Of int32 where x64 is on, too.
     return lax.div(p.h, np.int32(plan.G))

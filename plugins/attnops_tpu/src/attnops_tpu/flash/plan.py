@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class FlashPlan:
     """Shapes, tiles and options of a call; hashable.
 
     Scores are transposed, [keys, queries]: the maximum and the sum over keys are then elementwise over vector
@@ -25,15 +25,15 @@ class Plan:
     Attributes:
         B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B includes the mapped axis.
         inner: the batch without the mapped axis, which masks and biases are functions of.
-        bq: queries a tile.
-        bk: keys a tile.
+        bq: queries per tile.
+        bk: keys per tile.
         forward: the sub-tiles of the forward pass.
         backward: the sub-tiles of the backward pass.
         dtype: of query, key and value.
         is_partial: whether this is a partial softmax, whose results are float32, see `attnops.softmax`.
         scale: the softmax scale.
-        precision: of products.
-        scoring: see `Scoring`.
+        precision: the precision of products.
+        scoring: what changes scores: mask, bias, soft cap, sinks and dropout, see `attnops.kernels.Scoring`.
         span: tiles of queries whose gradients are in vector memory at a time.
         sequential: whether one core runs a kernel's batches and heads, in order.
         strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def G(self) -> int:
-        """Query heads a kv head."""
+        """Query heads per kv head."""
         return self.H // self.K
 
     @property

@@ -13,7 +13,7 @@ from attnops.dropout import dropout_rows, dropout_seed
 from attnops.kernels import FlashCall, elementwise_bias, merged, of_bias, of_mask, ragged
 from attnops.masks import Coverage, Mask, block_map
 from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile_schedule import MASKED, Bodies, TileSchedules, reduced, row_chunks, tile_schedule
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from attnops_tpu.flash.tile_schedule import TileSchedule
 
 
-# More sub-tiles take seconds to look at.
+# Above, looking at all sub-tiles would need seconds.
 MAX_SUB_TILES: Final = 1 << 22
 
 
-def arrays(plan: Plan, call: FlashCall) -> Arrays:
+def arrays(plan: FlashPlan, call: FlashCall) -> Arrays:
     """The arrays of a call in kernels' layouts. Differentiable; O(T + S) memory, plus that of T × S arrays."""
     scoring, shape = plan.scoring, call.scores_shape
     bias: PyTree = elementwise_bias(call.bias)
@@ -52,14 +52,14 @@ def arrays(plan: Plan, call: FlashCall) -> Arrays:
     elif scoring.array:
         result = result._replace(array=_padded(plan, bias))
     if call.dropout_key is not None and scoring.dropout_prob:
-        b, h, i = (np.arange(n).reshape([-1 if axis == own else 1 for axis in range(3)])
-                   for own, n in enumerate((plan.B, plan.H, plan.T)))  # fmt: skip
+        b, h, i = (np.arange(n).reshape([-1 if a == axis else 1 for a in range(3)])
+                   for axis, n in enumerate((plan.B, plan.H, plan.T)))  # fmt: skip
         rows = lax.bitcast_convert_type(dropout_rows(dropout_seed(call.dropout_key), b, h, i), jnp.int32)
         result = result._replace(dropout=pad_last(rows[:, :, None], plan.Tp))
     return result
 
 
-def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
+def tile_schedules(plan: FlashPlan, mask: Mask | None) -> TileSchedules:
     """The schedules of all kernels but that of an array bias's gradient."""
     shape = (plan.B, plan.H, plan.T, plan.S)
     coverage = ragged(block_map(mask, shape, plan.bq, plan.bk).coverage, 3, plan.S % plan.bk)
@@ -78,7 +78,7 @@ def tile_schedules(plan: Plan, mask: Mask | None) -> TileSchedules:
     return TileSchedules(forward, spans, None)
 
 
-def _reduced(plan: Plan, mask: Mask | None, coverage: Array, by_key: bool) -> tuple[Array, Bodies]:
+def _reduced(plan: FlashPlan, mask: Mask | None, coverage: Array, by_key: bool) -> tuple[Array, Bodies]:
     """`reduced` of a block map by tiles of queries, or by tiles of keys and kv heads."""
     sizes = plan.backward if by_key else plan.forward
     keys, queries = plan.bk // sizes.rows, plan.bq // sizes.cols
@@ -97,14 +97,14 @@ def count_active_tiles(
     mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int
 ) -> tuple[int, int] | None:
     """How many tiles of a head are PARTIAL, and how many FULL; None for a traced mask."""
-    # Called for every candidate: of a traced mask only a block map of one tile is computed.
+    # Called for every candidate; for a traced mask, only a block map of one tile is computed.
     if not block_map(mask, shape, *shape[2:]).is_static:
         return None
     blocks = block_map(mask, shape, block_q, block_k)
     return int(blocks.count(Coverage.PARTIAL)), int(blocks.count(Coverage.FULL))
 
 
-def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> TileSchedule | None:
+def by_score(plan: FlashPlan, mask: Mask | None, bias_shape: tuple[int, ...]) -> TileSchedule | None:
     """The schedule of the gradient of an array bias."""
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), plan.bq, plan.bk).coverage
     coverage = ragged(coverage, 3, plan.S % plan.bk)
@@ -114,5 +114,5 @@ def by_score(plan: Plan, mask: Mask | None, bias_shape: tuple[int, ...]) -> Tile
     return tile_schedule(coverage)
 
 
-def _padded(plan: Plan, x: jax.Array) -> jax.Array:
+def _padded(plan: FlashPlan, x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, plan.Tp - plan.T), (0, plan.Sp - plan.S)))

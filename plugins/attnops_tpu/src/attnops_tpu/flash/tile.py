@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attnops.dropout import dropout_keep
 from attnops.kernels import Elementwise
 from attnops_tpu.flash.operands import Refs, TileIndex
-from attnops_tpu.flash.plan import Plan
+from attnops_tpu.flash.plan import FlashPlan
 
 if TYPE_CHECKING:
     from attnops.typing import Function, Leaf, PyTree
@@ -35,12 +35,12 @@ class SubTile:
     """A sub-tile: ``rows`` keys starting at ``row``, by ``cols`` queries starting at ``col``, of one tile.
 
     Attributes:
-        plan: of the call.
+        plan: the plan of the call.
         refs: references to the tile's blocks, by the names of `score_operands`.
-        index: of the tile.
+        index: the index of the tile.
     """
 
-    plan: Plan
+    plan: FlashPlan
     refs: Refs
     index: TileIndex
     row: int
@@ -85,7 +85,7 @@ class SubTile:
 
         Args:
             scores: float32, multiplied by the full scale.
-            values: of an elementwise bias, see `bias_values`.
+            values: the values of an elementwise bias, see `bias_values`.
         """
         scoring = self.plan.scoring
         if scoring.cap is not None:
@@ -153,17 +153,17 @@ class SubTile:
         return first if plan.interpret else pl.multiple_of(first, 128)
 
 
-def score_unit(plan: Plan) -> float:
+def score_unit(plan: FlashPlan) -> float:
     """Natural units per unit of a kernel's scores: without cap and bias these lack the scale's residual."""
     return 1.0 if plan.scoring.has_cap_or_bias else plan.scale_residual
 
 
-def log2_unit(plan: Plan) -> float:
+def log2_unit(plan: FlashPlan) -> float:
     """The factor that converts a kernel's scores to exponents of two."""
     return score_unit(plan) * LOG2E
 
 
-def sheared(plan: Plan, x: jax.Array, shift: int) -> jax.Array:
+def sheared(plan: FlashPlan, x: jax.Array, shift: int) -> jax.Array:
     """``x`` with row ``i`` rotated by ``shift + i``."""
     if plan.strided_rotation:
         return pltpu.roll(x, shift, 1, stride=1, stride_axis=0)
@@ -196,7 +196,7 @@ def cap_and_bias_vjp(sub: SubTile, s: jax.Array, masked: bool) -> tuple[jax.Arra
 
 
 def zero_masked_scores(sub: SubTile, s: jax.Array, masked: bool) -> jax.Array:
-    """Products, with 0 where masked: fully masked tokens may hold NaN, and so would 0 times the derivatives there."""
+    """Products, with 0 where masked: fully masked tokens may hold NaN, and 0 times a derivative that is NaN is NaN."""
     return jnp.where(sub.allowed(), s, 0.0) if masked and sub.plan.scoring.has_fully_masked_tokens else s
 
 
@@ -215,7 +215,7 @@ def zero_masked_queries(x: jax.Array, visible: jax.Array) -> jax.Array:
     return jnp.where(seen > 0, x, jnp.zeros((), x.dtype))
 
 
-def product(plan: Plan, a: jax.Array, b: jax.Array, a_axis: int = 1, b_axis: int = 0) -> jax.Array:
+def product(plan: FlashPlan, a: jax.Array, b: jax.Array, a_axis: int = 1, b_axis: int = 0) -> jax.Array:
     """A product on the matrix unit, accumulated in float32."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=plan.precision, preferred_element_type=jnp.float32)

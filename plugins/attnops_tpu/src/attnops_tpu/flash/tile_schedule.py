@@ -1,4 +1,4 @@
-"""Tile schedules: the active tiles of a block map, as a list with one entry a grid step."""
+"""Tile schedules: the active tiles of a block map, as a list with one entry per grid step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
     from attnops.typing import Array, Leaf, PyTree, Ref
 
-# An entry is one int32: row of tiles, column, coverage, whether it is the last and the first (bit 0) of its row.
+# The first bit of each field of an entry, an int32; bit 0 tells whether it is the first of its row.
 _ROW, _COLUMN, _KIND, _LAST = 18, 4, 2, 1
 MAX_ROWS: Final = 1 << (31 - _ROW)
 MAX_COLUMNS: Final = 1 << (_ROW - _COLUMN)
 
 
-# Scalar memory has 1 MiB on every generation; an entry has 4 bytes, and a kernel needs the remainder.
+# Scalar memory has 1 MiB on every generation; an entry has 4 bytes, and a kernel needs the remaining memory.
 MAX_ENTRIES: Final = 160 * 1024
-# PARTIAL tiles with code of their own, without the sub-tiles that a mask hides in them, see `reduced`.
+# The kind of PARTIAL tiles with code of their own, which leaves out sub-tiles that the mask hides, see `reduced`.
 REDUCED: Final = 3
 KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL), REDUCED)
 _COMPARED: Final = 64
@@ -40,8 +40,8 @@ class Body(NamedTuple):
 
     Attributes:
         masked: whether the mask is applied.
-        hidden: the sub-tiles that no score of such a tile is in.
-        unmasked: the sub-tiles all of whose scores are in such a tile, where the mask is not applied.
+        hidden: the sub-tiles that are fully masked in every such tile, and are not computed.
+        unmasked: the sub-tiles in which no such tile has a masked score; the mask is not applied there.
     """
 
     masked: bool = False
@@ -54,7 +54,7 @@ class Body(NamedTuple):
 
 
 MASKED: Final = Body(masked=True)
-# Of `REDUCED` tiles, and of other PARTIAL tiles.
+# The code of `REDUCED` tiles, and of other PARTIAL tiles.
 Bodies: TypeAlias = tuple[Body, Body]
 
 
@@ -87,14 +87,14 @@ class TileSchedule(Foldable):
 
     Attributes:
         entries: int32 [maps · (longest + 1)]; shorter maps are padded by repeating their last tile as EMPTY, and each
-            map has one such entry more. Of joined batches, the batch of each entry follows each map.
+            map has one such entry more. If batches are joined, the batch of each entry follows each map.
         map_shape: how many batches and heads the maps have, each 1 or all.
-        longest: entries a map.
-        kinds: those of entries, other than EMPTY; a kernel has code only for these.
+        longest: the most entries of a map.
+        kinds: the kinds of entries, other than EMPTY; a kernel has code only for these.
         rows: index of the first row, and of the last plus 1.
-        bodies: of `REDUCED` tiles, and of other PARTIAL tiles.
+        bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles.
         traced: for a traced mask, the grid steps that are needed, int32; else None.
-        after_reduced: the kinds of entries, other than PARTIAL and EMPTY, that come next after a `REDUCED` one.
+        after_reduced: the kinds of entries, other than PARTIAL and EMPTY, that follow a `REDUCED` one.
         joined: how many batches each map lists, one after the other, so that none is padded; the grid has so many times
             fewer batches.
     """
@@ -111,7 +111,7 @@ class TileSchedule(Foldable):
 
     @property
     def stride(self) -> int:
-        """Elements of ``entries`` a map."""
+        """Elements of ``entries`` per map."""
         return (self.longest + 1) * (2 if self.joined > 1 else 1)
 
     @property
@@ -134,9 +134,9 @@ class TileSchedule(Foldable):
         if not batched.entries and self.map_shape[0] == 1:
             folded, batches = entries, 1
         else:
-            own = B // self.joined
-            entries = jnp.broadcast_to(entries if batched.entries else entries[None], (n, own, entries.shape[-1]))
-            folded, batches = entries.reshape(n * own, -1), n * own
+            batches = B // self.joined
+            entries = jnp.broadcast_to(entries if batched.entries else entries[None], (n, batches, entries.shape[-1]))
+            folded, batches = entries.reshape(n * batches, -1), n * batches
         steps = self.traced.max() if batched.traced else self.traced
         return dataclasses.replace(
             self, entries=folded.reshape(-1), map_shape=(batches, self.map_shape[1]), traced=steps
@@ -149,7 +149,7 @@ class TileSchedule(Foldable):
         return max(1, min(n, MAX_ENTRIES // (B // self.joined * self.map_shape[1] * self.stride)))
 
     def at(self, entries: Ref, b: jax.Array, h: jax.Array, step: jax.Array) -> Entry:
-        """The entry of a batch of the grid and a head at a step, read from ``entries`` in scalar memory."""
+        """The entry at a step of the grid's batch ``b`` and head ``h``, read from ``entries`` in scalar memory."""
         return unpack(entries[self._map(b, h) * self.stride + step])
 
     def batch(self, entries: Ref, b: jax.Array, h: jax.Array, step: jax.Array) -> jax.Array:
@@ -177,7 +177,7 @@ def row_chunks(coverage: Array) -> list[tuple[int, int]]:
     """Chunks of rows, (start, stop), whose entries fit scalar memory: one chunk, except for millions of tiles.
 
     Args:
-        coverage: see `tile_schedule`.
+        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`, a numpy array or traced.
     """
     *maps, rows, columns = coverage.shape
     known = isinstance(coverage, np.ndarray)
@@ -195,13 +195,13 @@ def row_chunks(coverage: Array) -> list[tuple[int, int]]:
 def reduced(coverage: Array, of_sub_tiles: Array) -> tuple[Array, Bodies]:
     """A block map whose PARTIAL tiles are `REDUCED` if they lack certain sub-tiles, and the code of both kinds.
 
-    These sub-tiles are the set that spares most of them in all tiles together, such as those after the diagonal of a
-    causal mask. Other PARTIAL tiles are computed without the sub-tiles that all of them lack, such as those before a
-    window. Known when tracing.
+    The set of these sub-tiles is the one that spares most in all, such as those after the diagonal of a causal mask.
+    Other PARTIAL tiles are computed without the sub-tiles that all of them lack, such as those before a window.
+    The block map must be known when tracing.
 
     Args:
         coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`.
-        of_sub_tiles: the same of sub-tiles, [batches, heads, rows · sub-rows, columns · sub-columns].
+        of_sub_tiles: the coverage of sub-tiles, [batches, heads, rows · sub-rows, columns · sub-columns].
     """
     *_, rows, columns = coverage.shape
     down, across = of_sub_tiles.shape[2] // rows, of_sub_tiles.shape[3] // columns
@@ -222,7 +222,7 @@ def reduced(coverage: Array, of_sub_tiles: Array) -> tuple[Array, Bodies]:
 
 
 def _body(tiles: Array, across: int) -> Body:
-    """The code of PARTIAL tiles, [tiles, sub-tiles] of `attnops.masks.Coverage`, so many sub-tiles across."""
+    """The code of PARTIAL tiles, [tiles, sub-tiles] of `attnops.masks.Coverage`, with ``across`` sub-tiles in a row."""
     if not len(tiles):
         return MASKED
     alike = ((tiles == int(kind)).all(axis=0) for kind in (Coverage.EMPTY, Coverage.FULL))
@@ -231,8 +231,8 @@ def _body(tiles: Array, across: int) -> Body:
 
 def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
     """The kinds of entries of any of these schedules, in the order of `KINDS`."""
-    found = {kind for schedule in schedules for kind in schedule.kinds}
-    return tuple(kind for kind in KINDS if kind in found)
+    kinds = {kind for schedule in schedules for kind in schedule.kinds}
+    return tuple(kind for kind in KINDS if kind in kinds)
 
 
 def tile_schedule(
@@ -249,7 +249,7 @@ def tile_schedule(
             tracing; a traced one is sorted at run time, in O(rows · columns) integers.
         first_row: index of the first row, if the coverage is a chunk of rows.
         first_column: index of the first column, if the coverage is a chunk of columns.
-        bodies: see `reduced`.
+        bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles, from `reduced`.
         joins: whether the maps of batches may be listed one after the other, see `TileSchedule.joined`.
 
     Raises:
@@ -312,10 +312,10 @@ class TileSchedules(NamedTuple):
     """The schedules of all kernels.
 
     Attributes:
-        forward: by tiles of queries, for consecutive chunks of rows, see `row_chunks`.
-        spans: by tiles of keys, for each span of queries.
-        by_score: by tiles of queries, merged over the batches and heads that share an element of an array bias, for its
-            gradient; None without one.
+        forward: rows are tiles of queries; one for each chunk of rows, see `row_chunks`.
+        spans: rows are tiles of keys; one for each span of queries.
+        by_score: for the gradient of an array bias: rows are tiles of queries, merged over the batches and heads that
+            share an element of the bias; None without one.
     """
 
     forward: tuple[TileSchedule, ...]

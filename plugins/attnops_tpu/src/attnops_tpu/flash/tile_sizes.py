@@ -15,10 +15,11 @@ class SubTileSizes(NamedTuple):
     """The sub-tiles of a tile, which a pass computes one after the other in straight-line code.
 
     Attributes:
-        rows: keys a sub-tile.
-        cols: queries a sub-tile.
-        lag: backward, the number of sub-tiles between the first products of a sub-tile and its last.
-        keys_first: backward, whether sub-tiles are ordered by queries, then keys; else by keys, then queries.
+        rows: keys per sub-tile.
+        cols: queries per sub-tile.
+        lag: in the backward pass, the number of sub-tiles between the first products of a sub-tile and its last.
+        keys_first: in the backward pass, whether sub-tiles are ordered by queries, then keys; else by keys, then
+            queries.
     """
 
     rows: int
@@ -27,8 +28,8 @@ class SubTileSizes(NamedTuple):
     keys_first: bool = True
 
 
-class Tiles(NamedTuple):
-    """See `attnops_tpu.flash.plan.Plan`."""
+class TileSizes(NamedTuple):
+    """The tiles of a call; the fields are those of `attnops_tpu.flash.plan.FlashPlan`."""
 
     bq: int
     bk: int
@@ -39,13 +40,13 @@ class Tiles(NamedTuple):
     vmem: int
 
 
-class Row(NamedTuple):
-    """A row of the table: candidate tile sizes.
+class Candidate(NamedTuple):
+    """Tile sizes of the table.
 
     Attributes:
-        bq: queries a tile.
-        bk: keys a tile.
-        bundles: for 512 × 512 scores, forward and backward together, bfloat16, D = 128, nothing masked.
+        bq: queries per tile.
+        bk: keys per tile.
+        bundles: bundles for 512 × 512 scores, forward and backward together, bfloat16, D = 128, nothing masked.
     """
 
     bq: int
@@ -55,17 +56,17 @@ class Row(NamedTuple):
 
 # Counted by benchmarks/tpu_schedule.py. A step ends with some 200 bundles in which results drain, so large tiles are
 # better, unless a mask wastes much of them.
-_SMALLEST: Final = Row(128, 128, 12000)
+_SMALLEST: Final = Candidate(128, 128, 12000)
 _V6E: Final = (
-    Row(2048, 2048, 1363), Row(1024, 2048, 1380), Row(1024, 1024, 1465), Row(512, 512, 1850), Row(256, 256, 3400),
-    _SMALLEST,
+    Candidate(2048, 2048, 1363), Candidate(1024, 2048, 1380), Candidate(1024, 1024, 1465), Candidate(512, 512, 1850),
+    Candidate(256, 256, 3400), _SMALLEST,
 )  # fmt: skip
 _TPU7X: Final = (
-    Row(2048, 2048, 1330), Row(2048, 1024, 1380), Row(1024, 1024, 1420), Row(512, 512, 1820), Row(256, 256, 3050),
-    _SMALLEST,
+    Candidate(2048, 2048, 1330), Candidate(2048, 1024, 1380), Candidate(1024, 1024, 1420), Candidate(512, 512, 1820),
+    Candidate(256, 256, 3050), _SMALLEST,
 )  # fmt: skip
-_NARROW_UNIT: Final = (Row(1024, 1024, 3580), Row(512, 512, 3700), Row(256, 256, 5200), _SMALLEST)
-TABLE: Final[dict[str, tuple[Row, ...]]] = {
+_NARROW_UNIT: Final = (Candidate(1024, 1024, 3580), Candidate(512, 512, 3700), Candidate(256, 256, 5200), _SMALLEST)
+TABLE: Final[dict[str, tuple[Candidate, ...]]] = {
     "v4": _NARROW_UNIT,
     "v5e": _NARROW_UNIT,
     "v5p": _NARROW_UNIT,
@@ -73,8 +74,8 @@ TABLE: Final[dict[str, tuple[Row, ...]]] = {
     "tpu7x": _TPU7X,
 }
 # 256 × 256 is the most that the 64 vector registers can hold, and the size of the matrix unit of v6e and tpu7x. On
-# tpu7x, at 1024 × 1024, 512 keys a sub-tile forward spill 29 registers a tile instead of 141, at 478 bundles instead of
-# 476; a lag of 3 backward needs 960 bundles instead of 995.
+# tpu7x, at 1024 × 1024, 512 keys per sub-tile forward spill 29 registers per tile, not 141, at 478 bundles instead
+# of 476; a lag of 3 backward needs 960 bundles instead of 995.
 _SUB_TILES: Final = (SubTileSizes(256, 256), SubTileSizes(256, 256))
 SUB_TILES: Final[dict[str, tuple[SubTileSizes, SubTileSizes]]] = {
     "v4": _SUB_TILES,
@@ -83,10 +84,10 @@ SUB_TILES: Final[dict[str, tuple[SubTileSizes, SubTileSizes]]] = {
     "v6e": _SUB_TILES,
     "tpu7x": (SubTileSizes(512, 256), SubTileSizes(256, 256, lag=3, keys_first=False)),
 }
-# Of a grid step, forward and backward together, whatever the tile: 110 to 200 and 180 to 280, as operands are in vector
-# or in main memory, and the share of a row's ends.
+# The fixed bundles of a grid step: 110 to 200 forward and 180 to 280 backward, depending on whether operands are in
+# vector or in main memory, and the share of a row's ends.
 STEP: Final = 400
-# The largest tile that every generation's rows have.
+# The largest tile that is a candidate for every generation.
 LARGEST: Final = 1024
 # Tiles of queries are rows of one kernel's schedule and columns of another's, and so are tiles of keys.
 MAX_TILES: Final = min(MAX_ROWS, MAX_COLUMNS)
@@ -105,12 +106,12 @@ class Problem(NamedTuple):
 
     Attributes:
         T, S: queries and keys.
-        G: query heads a kv head.
+        G: query heads per kv head.
         D, Dv: head dims.
-        itemsize: bytes an element of query, key and value.
-        out_itemsize: of the output.
+        itemsize: bytes per element of query, key and value.
+        out_itemsize: bytes per element of the output.
         has_cap_or_bias: whether scores have a cap or a bias.
-        bytes_a_score: of arrays of T × S elements and their gradients.
+        bytes_a_score: bytes per score of arrays of T × S elements and their gradients.
         n_maps: the product of the numbers of batches and heads of the block map.
     """
 
@@ -128,17 +129,17 @@ class Problem(NamedTuple):
 
 def choose(
     metadata: OperationMetadata, problem: Problem, count_active: Callable[[int, int], tuple[int, int] | None]
-) -> Tiles:
+) -> TileSizes:
     """The tiles of a call: the metadata's, else those of the fewest bundles that fit vector memory.
 
     Args:
-        metadata: of the operation.
-        problem: see `Problem`.
+        metadata: the metadata of the operation.
+        problem: what tile sizes depend on.
         count_active: the numbers of PARTIAL and FULL tiles of these sizes; None for a traced mask.
     """
     tpu = generation()
     multiple = 8 if metadata.interpret else LANES
-    # The gradients of many query heads a kv head may not fit together; then the heads are split into groups.
+    # The gradients of many query heads per kv head may not fit together; then the heads are split into groups.
     for split in (n for n in range(1, problem.G + 1) if problem.G % n == 0):
         split_problem = problem._replace(G=problem.G // split)
         candidates = _candidates(metadata, split_problem, count_active, multiple, tpu)
@@ -149,7 +150,7 @@ def choose(
     forward, backward = (
         sizes._replace(rows=_sub_tile(bk, sizes.rows), cols=_sub_tile(bq, sizes.cols)) for sizes in SUB_TILES[tpu.name]
     )
-    return Tiles(bq, bk, forward, backward, _span(split_problem, bq, bk, tpu), split, int(tpu.vmem * MOST))
+    return TileSizes(bq, bk, forward, backward, _span(split_problem, bq, bk, tpu), split, int(tpu.vmem * MOST))
 
 
 def _candidates(
@@ -178,7 +179,7 @@ def _candidates(
 
 
 def _share(bq: int, bk: int, tpu: Generation) -> float:
-    """Of the sub-tiles of a PARTIAL tile, those that are computed: those that a diagonal does not hide."""
+    """The share of a PARTIAL tile's sub-tiles that are computed, if a diagonal hides the others."""
     sizes = SUB_TILES[tpu.name][1]
     n = max(1, min(bq // sizes.cols, bk // sizes.rows))
     return (n + 1) / (2 * n)

@@ -1,4 +1,4 @@
-"""Some keys of a tile, for one kv head: which scores are not masked, and the soft cap and the bias."""
+"""A chunk of a tile's keys, for one kv head: which of its scores are not masked, and the soft cap and the bias."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 class Seen(NamedTuple):
-    """Which keys of a part some query sees, booleans [1, size] and [size, 1]."""
+    """Which keys of a chunk some query sees, booleans [1, size] and [size, 1]."""
 
     row: jax.Array
     column: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """The scores [R, size] of a kv head and some keys of a tile.
+class Chunk:
+    """The scores [R, size] of a kv head and a chunk of a tile's keys.
 
     Attributes:
         kernel: the grid step.
-        tile: of keys.
-        buffer: of the tile.
+        tile: the tile of keys.
+        buffer: the index of the tile's buffer.
         head: the kv head.
         start: the first key, counted from the tile's first.
         size: how many keys.
-        between: what to start between reads.
+        between: the transfers to start between reads.
     """
 
     kernel: Kernel
@@ -76,7 +76,7 @@ class Part:
         return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
 
     def seen(self, visible: jax.Array) -> Seen:
-        """What of `visible` some query sees."""
+        """The keys that some query sees, from `visible`."""
         row = jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)
         return Seen(row > 0, _to_column(row) > 0)
 
@@ -103,11 +103,11 @@ class Part:
 
     def _values(self, name: str) -> list[Leaf]:
         """The values of a function: numbers, [R, 1] and [1 or R, size]."""
-        found = []
+        arrays = []
         for value in named(values(self.kernel.plan), name):
             x = self._value(value)
-            found.append(x != 0 if value.dtype == jnp.bool_ else x.astype(value.dtype))
-        return found
+            arrays.append(x != 0 if value.dtype == jnp.bool_ else x.astype(value.dtype))
+        return arrays
 
     def _value(self, value: Value) -> jax.Array:
         kernel, plan = self.kernel, self.kernel.plan

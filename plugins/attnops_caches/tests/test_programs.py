@@ -131,9 +131,11 @@ def test_what_caches_are_used_with_is_serialised() -> None:
     pool = PagePool.create(pages=4, page_size=8, rows=2, max_pages=2)
     rows = Rows(np.array([0, 2]), np.array([1]))
     _, key, value = tokens()
-    used = lambda pool, rows, cache: (  # noqa: E731
-        pool.fork([0], [1]), rows.starts, cache.read(), cache.pending(key, value), cache.place(1, cache.lengths, jnp.arange(2))[0]
-    )  # fmt: skip
+
+    def used(pool: PagePool, rows: Rows, cache: Cache) -> tuple[object, ...]:
+        pieces, _ = cache.place(1, cache.lengths, jnp.arange(2))
+        return pool.fork([0], [1]), rows.starts, cache.read(), cache.pending(key, value), pieces
+
     program = export.export(jax.jit(used))(pool, rows, create("pages"))
     again = export.deserialize(program.serialize())
     assert (again.in_tree, again.out_tree) == (program.in_tree, program.out_tree)

@@ -24,13 +24,13 @@ def resident() -> int:
 def test_blocks_that_are_freed_below_one_that_stays_are_given_back() -> None:
     memory.release_memory()
     before = resident()
-    blocks = [bytes(1000) for _ in range(100 * MB // 1000)]  # below the size that glibc maps on its own
+    # Below the size that glibc maps on its own; and more than other tests may have left free.
+    blocks = [bytes(1000) for _ in range(200 * MB // 1000)]
     stays = blocks[-1]
-    grown = resident() - before  # less than 100 MB if other tests left some free
-    assert grown > 50 * MB
+    assert resident() - before > 80 * MB
     del blocks
     memory.release_memory()
-    assert resident() - before < grown / 2
+    assert resident() - before < 40 * MB
     assert stays
 
 

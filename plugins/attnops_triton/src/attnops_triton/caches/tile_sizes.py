@@ -95,8 +95,8 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
     is_large = rows <= 32 and (dim <= 64 or (dim == 128 and shared > _SMALL))
     # A warp group (4 warps) computes products of 64 rows on these; elsewhere 4 warps would spill.
     warps = 4 if rows < 64 or is_amd(arch) or arch in ("sm_90", "sm_100") else 8
-    # By default ptxas 12.9 uses 128 registers and spills; a few more avoid that.
-    registers = 168 if arch == "sm_120" and dim <= 128 else 0
+    # By default ptxas 12.9 uses 128 registers and spills. Shared memory holds two programs, whatever their registers.
+    registers = 255 if arch == "sm_120" and dim <= 128 else 0
     return CacheTileSizes(rows, block_k or (128 if is_large else 64), warps, 2, registers=registers)
 
 

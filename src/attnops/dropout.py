@@ -1,8 +1,8 @@
 """Portable dropout: whether a weight is dropped depends only on the PRNG key and (b, h, i, j).
 
 Every implementation, tiling and sharding therefore draws the same mask, forward and backward, and none stores it.
-Indices are those within the call: under `jax.vmap`, or in a `jax.shard_map` of the caller's, each slice starts at 0
-and draws the same mask, unless it has a key of its own (`jax.random.split`, or `fold_in` of the axis index).
+Indices are those within the call: under `jax.vmap`, or in the caller's `jax.shard_map`, each slice starts at 0
+and draws the same mask, unless it has a separate key (`jax.random.split`, or `fold_in` of the axis index).
 The hash is a chain of MurmurHash3's 32-bit finaliser (A. Appleby, public domain), whose every step is a bijection
 with full avalanche; it needs only 32-bit multiplications, shifts and exclusive ors, which Pallas and Triton have.
 """
@@ -34,7 +34,7 @@ _THRESHOLD_BITS = 24
 )
 @dataclasses.dataclass(frozen=True)
 class ShiftedKey:
-    """A dropout key for a shard of a call, whose indices 0 are the call's (b, h, i, j). A pytree.
+    """A dropout key for a shard of a call: the shard's indices (0, 0, 0, 0) are (b, h, i, j) in the call. A pytree.
 
     The ``dropout_key`` of a forward under a mesh; `dropout_seed` accepts it as any other key.
 
@@ -58,7 +58,7 @@ class ShiftedKey:
 
 
 def dropout_step(key: jax.Array | ShiftedKey | None) -> int:
-    """The argument ``step`` of `dropout_keep`, by which it multiplies the index of a key."""
+    """The argument ``step`` of `dropout_keep`: the factor by which the index of a key is multiplied."""
     return key.j_step if isinstance(key, ShiftedKey) else 1
 
 
@@ -106,7 +106,7 @@ def dropout_keep(rows: jax.Array, j: Index, prob: float, step: int = 1) -> jax.A
     """Whether each weight is kept, boolean.
 
     Args:
-        rows: uint32, see `dropout_rows`.
+        rows: uint32 hashes of (key, b, h, i), from `dropout_rows`.
         j: index of the key; broadcasts with ``rows``.
         prob: the probability that a weight is dropped, in [0, 1).
         step: the factor by which the index of a key is multiplied; 1 unless keys are strided.
@@ -125,7 +125,7 @@ def spread_of_keys(step: int) -> int:
 def dropout_mask(key: jax.Array | ShiftedKey, prob: float, shape: tuple[int, int, int, int]) -> jax.Array:
     """The mask, boolean [B, H, T, S], True where a weight is kept. O(B·H·T·S) memory: for reference use."""
     b, h, i, j = (
-        jnp.arange(size).reshape([-1 if axis == own else 1 for axis in range(4)]) for own, size in enumerate(shape)
+        jnp.arange(size).reshape([-1 if axis == dim else 1 for axis in range(4)]) for dim, size in enumerate(shape)
     )
     return dropout_keep(dropout_rows(dropout_seed(key), b, h, i), j, prob, dropout_step(key))
 

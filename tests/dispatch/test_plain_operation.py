@@ -113,7 +113,7 @@ class TestLimits:
             operation(half[0], W)
         assert [str(reason) for reason in caught.value.reasons] == [
             "dtype=float32: must be one of ['bfloat16']; cast it",
-            "dtypes=bfloat16/float32: floating-point arguments must share one; cast them",
+            "dtypes=bfloat16/float32: floating-point arguments must share one dtype; cast them",
         ]
 
     def test_integers_and_what_declares_no_limits_are_free(self) -> None:

@@ -1,4 +1,4 @@
-"""Call: the arguments of a call beside its request."""
+"""Call: a call's request and arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Call(NamedTuple):
         request: its static description; the dispatcher adds the platform.
         args: the positional arguments of the forward.
         options: by name, the options that the caller set, and the metadata's scale and soft cap if the caller set none.
-        boundary: how a mesh shards the call; None where it does not.
+        boundary: how a mesh shards the call; None if it does not.
     """
 
     request: Request

@@ -33,7 +33,7 @@ _OPERATORS: Final = {"And": "&", "Or": "|", "Not": "~", "At": "at"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The requests that a forward can serve, as far as its signature does not state it.
+    """The requests that a forward can serve, beyond what its signature states.
 
     Attributes:
         dtypes: dtypes that query, key and value may have; for other operations, all floating-point arguments. Given as
@@ -49,9 +49,9 @@ class Limits:
         differentiable: it has a backward pass. Without one it serves prefill, decode and insert only.
         interpretable: its kernel language has an interpreter, so that ``interpret=True`` works.
             True for plain JAX, which needs none.
-        exportable: `jax.export` serialises its programs. Not those with a call through `jax.ffi`, by JAX's rule.
+        exportable: `jax.export` can serialise its programs. False if they call `jax.ffi`, which JAX does not serialise.
         linear_memory: forward and backward need O(T + S) memory, as the conformance suite checks; False for O(T · S).
-        symbolic: the dimensions that may be symbolic, of `jax.export.symbolic_shape`: "batch" and "length". Where
+        symbolic: the dimensions that may be symbolic (`jax.export.symbolic_shape`): "batch", "length" or both. If
             another one is, ``unsupported`` is not called, since comparisons with it may be inconclusive.
 
     A class that is not an `OperationImpl` may declare dtypes, same_dtype, differentiable, interpretable and exportable.
@@ -81,7 +81,7 @@ class Limits:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, frozenset(_collection(name, value)))
-        # Masks and biases are imported by classes that limit them, and not by the dispatcher.
+        # Imported only for classes that limit them, so that the dispatcher loads neither masks nor biases.
         if self.mask_kinds is not None:
             from attnops.masks import Mask
 
@@ -98,7 +98,7 @@ class Limits:
                 raise ValueError(f"{name}={number!r} must be an int of at least 1; leave it out for any")
         object.__setattr__(self, "symbolic", frozenset(_collection("symbolic", self.symbolic)))
         if unknown := sorted(self.symbolic - SYMBOLIC):
-            raise ValueError(f"symbolic={unknown} must be of {sorted(SYMBOLIC)}")
+            raise ValueError(f"symbolic={unknown} must be among {sorted(SYMBOLIC)}")
 
     def attention_only(self) -> list[str]:
         """The fields of `ATTENTION_ONLY` that are not at their defaults."""
@@ -129,11 +129,11 @@ class Limits:
         if is_attention and len(set(dtypes)) > 1:
             names = ("query.dtype", "key.dtype", "value.dtype")
             wrong = {dtype: ", ".join(n for n, d in zip(names, dtypes, strict=True) if d == dtype) for dtype in wrong}
-        for dtype, names_of in wrong.items():
-            reasons.append(Reason(names_of, dtype, f"must be one of {sorted(self.dtypes)}", todo))
+        for dtype, arguments in wrong.items():
+            reasons.append(Reason(arguments, dtype, f"must be one of {sorted(self.dtypes)}", todo))
         if self.same_dtype and len(set(dtypes)) > 1:
             who = "query, key and value" if is_attention else "floating-point arguments"
-            reasons.append(Reason("dtypes", "/".join(dtypes), f"{who} must share one", todo.replace("it", "them", 1)))
+            reasons.append(Reason("dtypes", "/".join(dtypes), f"{who} must share one dtype", todo.replace("it", "them", 1)))
         return reasons
 
     def symbolic_reasons(self, request: Request) -> list[Reason]:
@@ -181,7 +181,7 @@ class Limits:
                     Reason(name, ", ".join(sorted(primitives - known)),
                            "this kernel can't compute it for each score",
                            "look up by query, by key or by head alone, or write it elementwise"
-                           + _of_derivatives(primitives - known))
+                           + _derivative_hint(primitives - known))
                 )  # fmt: skip
         return reasons
 
@@ -200,7 +200,7 @@ def _dtype(dtype: DTypeLike) -> str:
 
 
 def _names(base: type) -> frozenset[str]:
-    """The names of the subclasses of a class that a caller may make."""
+    """The names of the public subclasses of ``base``, at any depth."""
     names: frozenset[str] = frozenset()
     cls: Any
     for cls in base.__subclasses__():
@@ -221,7 +221,7 @@ def _check_kinds(name: str, kinds: frozenset[str] | None, known: frozenset[str])
             raise ValueError(f"{name} names {kind!r}, which is not a class or operator of masks or biases; {hint}")
 
 
-def _of_derivatives(primitives: frozenset[str]) -> str:
+def _derivative_hint(primitives: frozenset[str]) -> str:
     """A further hint about functions with a derivative of their own."""
     if "custom_vjp_call" in primitives:
         return ", or define its derivative by jax.custom_jvp"

@@ -34,8 +34,8 @@ class OperationMetadata:
 
     Attributes:
         runtime_dtype: query, key and value are cast to it, and the output has it. None: no cast. Not float64.
-        softmax_scale: the scale of the scores where a call gives none. None: ``head_dim ** -0.5``.
-        logits_soft_cap: the soft cap where a call gives none. None: no cap.
+        softmax_scale: the scale of the scores if a call gives none. None: ``head_dim ** -0.5``.
+        logits_soft_cap: the soft cap if a call gives none. None: no cap.
         dropout_prob: probability in [0, 1) that an attention weight is dropped. Applied whenever a call has a
             ``dropout_key``, which is required in train mode; in the other modes a call without one drops nothing.
         layout: ``"BTHD"`` for arrays of shape [batch, length, heads, head_dim], ``"BHTD"`` for heads first.
@@ -110,13 +110,13 @@ class OperationMetadata:
 
     @classmethod
     def from_config(cls, config: object, **overrides: Any) -> OperationMetadata:
-        """The metadata from a model's config; fields that it does not name have their defaults.
+        """The metadata from a model's config; fields that the config does not name have their defaults.
 
         Args:
-            config: an object or a mapping, such as a Hugging Face ``PretrainedConfig``; of a multimodal one its
-                ``text_config``, then the config itself. For each field the first of its `CONFIG_NAMES` that is present
-                and not None is read, but not the ``logits_soft_cap`` of a model's config, with a ``model_type`` or a
-                ``vocab_size``, since it is that of the language-model head.
+            config: an object or a mapping, such as a Hugging Face ``PretrainedConfig``. A ``text_config`` in it takes
+                precedence. Each field is read from the first of its `CONFIG_NAMES` that is present and not None; but
+                ``logits_soft_cap`` is not read from a model's config (with a ``model_type`` or a ``vocab_size``), where
+                it is the cap of the language-model head.
             **overrides: fields of the metadata that take precedence over the config.
 
         Raises:
@@ -147,8 +147,8 @@ class OperationMetadata:
             mode: runtime mode. None: the metadata's, else decode for one query, else train.
 
         Returns:
-            Specs of query, key and value, corrected where an axis is absent or does not divide, and those derived from
-            them: of biases, masks, sinks, segment ids, lengths, output and logsumexp.
+            Specs of query, key and value, without mesh axes that are absent or do not divide the dimension, and those derived
+            from them: of biases, masks, sinks, segment ids, lengths, output and logsumexp.
 
         Raises:
             ValueError: a shape does not have four dimensions, or ``mode`` is not a runtime mode.

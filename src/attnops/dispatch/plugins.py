@@ -92,13 +92,13 @@ class Plugin:
 
     @property
     def traceback(self) -> str:
-        """The traceback of `error`; empty where there is none."""
+        """The traceback of `error`; empty if there is none."""
         return "".join(traceback.format_exception(self.error)) if self.error else ""
 
     def load(self) -> type[BaseOperation] | None:
-        """Import the class, once; None, with `state`, `cause` and `error` set, where that fails.
+        """Import the class, once. If that fails, `state`, `cause` and `error` say why, and the result is None.
 
-        Raises nothing but a `KeyboardInterrupt`.
+        Passes on no exception but `KeyboardInterrupt`.
         """
         if self.state is not State.DISCOVERED or self._entry_point is None:
             return self.operation_class
@@ -166,11 +166,11 @@ def discover() -> tuple[list[Plugin], list[Trouble]]:
             what = f"the metadata of {_where(distribution)} can't be read, so its operations are missing: "
             troubles.append(Trouble(what + printable(error), "pip uninstall it and install it again"))
     plugins = sorted((plugin for offered in groups.values() for plugin in offered), key=lambda plugin: plugin.name)
-    return plugins, troubles + _disabling_nothing(plugins)
+    return plugins, troubles + _unmatched_disables(plugins)
 
 
 def is_imported(name: str, distribution: IDistribution) -> bool:
-    """Whether it is this one that Python imports, of distributions of one name in several folders of sys.path."""
+    """Whether Python imports this distribution, if folders of sys.path hold several of the same name."""
     import importlib_metadata
 
     return bool(importlib_metadata.distribution(name).locate_file("") == distribution.locate_file(""))
@@ -181,15 +181,15 @@ def _where(distribution: object) -> str:
 
 
 def _misspelt_groups(text: str) -> list[str]:
-    """The headings of groups that look like those of attnops but are not read as them."""
+    """The headings of entry-point groups that resemble attnops' groups, but are none of them."""
     groups = (f"[{GROUP}]", f"[{COMMANDS}]", f"[{SOURCES}]")
     headings = [line.strip() for line in text.splitlines() if CORE in line and "=" not in line]
     # An entry without "=" is another error; "#" begins a comment.
     return [x for x in headings if "[" in x.partition(CORE)[0] and not x.startswith("#") and x not in groups]
 
 
-def _disabling_nothing(plugins: list[Plugin]) -> list[Trouble]:
-    """Problems for items of ATTNOPS_DISABLE that are not installed."""
+def _unmatched_disables(plugins: list[Plugin]) -> list[Trouble]:
+    """A problem for each item of ATTNOPS_DISABLE that is not installed."""
     troubles = []
     for item in _disabled():
         if any(_matches(item, plugin) for plugin in plugins):

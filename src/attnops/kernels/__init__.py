@@ -1,4 +1,4 @@
-"""Helpers for whoever writes or wraps a kernel, in any language and for any platform.
+"""Helpers to write or wrap a kernel, in any language and for any platform.
 
 To wrap an existing kernel:
 
@@ -14,7 +14,7 @@ To write a kernel for the contract: `of_mask` and `of_bias` split masks and bias
 of scores, `describe` returns what is done to scores, `ragged` and `merged` adapt block maps to tiles, `folds_batch` and
 `one_by_one` are rules of `jax.vmap`, `is_differentiated` and `cotangents` are for rules of `jax.custom_vjp`.
 `FlashBackend` is the skeleton of flash attention: a kernel that implements it has the derivative and partial softmaxes
-(`attnops.softmax`). `TraceContext` is for values of a ``with`` block that a trace depends on.
+(`attnops.softmax`). `TraceContext` is for values set by a ``with`` block that traces depend on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from attnops.kernels.context import TraceContext  # at once: what it makes must be there before the first trace
+from attnops.kernels.context import TraceContext  # not lazily: its JAX context must exist before the first trace
 
 if TYPE_CHECKING:
     from attnops.kernels.block_maps import map_shape, merged, ragged

@@ -1,4 +1,4 @@
-"""Values of a ``with`` block that a trace depends on, such as the device that is compiled for."""
+"""Values set by a ``with`` block that traces depend on, such as the device to compile for."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _VALUES: Final = jax.make_user_context(default_value=())
 class TraceContext(Generic[T]):
     """A value that holds in a ``with`` block, and that programs traced in it depend on.
 
-    `jax.jit` traces a function again where the value is another. Use it instead of ``jax.make_user_context``: when
-    such a context is made, JAX traces everything again that was traced or is being traced.
+    `jax.jit` traces a function again when the value changes. Use it instead of ``jax.make_user_context``: each new
+    context of that kind makes JAX trace every function again.
 
     ::
 

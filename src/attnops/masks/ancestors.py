@@ -19,7 +19,7 @@ from attnops.masks.pytree import replaced
 if TYPE_CHECKING:
     from attnops.typing import Array, BoolArray, Index, Leaf
 
-# For a symbolic number of tokens: a parent of a parent of … 2³¹ of them is reached.
+# Doublings for a symbolic number of tokens: they reach the ancestor 2³¹ levels up.
 _MOST_STEPS: Final = 31
 
 
@@ -28,7 +28,7 @@ class Ancestors(Mask):
     """A tree of drafted tokens, for speculative decoding: each sees its ancestors, itself and all committed tokens.
 
     The queries are the drafted tokens, and are the last T of the keys: key ``j + offset`` is drafted token j. Keys
-    before the drafted ones are committed, and every query sees them; keys after them no query sees.
+    before the drafted ones are committed, and every query sees them; no query sees keys after them.
 
     ::
 
@@ -48,7 +48,7 @@ class Ancestors(Mask):
     Parents that are traced are not checked: those outside this range are clamped to it.
 
     A position here is the order in which tokens were appended, with a number for each drafted token: `Mask.at` reads
-    only a row's first of ``q_positions``, which is its offset. Rotary embeddings need another position for a drafted
+    only the first of a row's ``q_positions``, which is the row's offset. Rotary embeddings need another position for a drafted
     token, that of the last committed token plus its depth in the tree: apply them before the call. Windows and biases
     that are combined with this mask use the order too.
 
@@ -68,7 +68,7 @@ class Ancestors(Mask):
         """See `Mask.bind`.
 
         Raises:
-            ValueError: an array does not fit; or a parent that is known is not above its child.
+            ValueError: an array does not fit; or a known parent does not come before its child.
         """
         return self.bind_at(B, H, T, S, None, None)
 
@@ -78,7 +78,7 @@ class Ancestors(Mask):
         offset = self._number(B, H, T, S) if q is None else q[:, :1]
         first, last = _intervals(parents, T)
         positions = np.arange(S, dtype=np.int32) if isinstance(S, int) else jnp.arange(S, dtype=np.int32)
-        low, high = _of_keys(first, last, minus(positions[None] if kv is None else kv, offset), T)
+        low, high = _key_bounds(first, last, minus(positions[None] if kv is None else kv, offset), T)
         placed = q is not None or kv is not None
         expression = at(self if q is None else self.with_offset(None), q, kv) if placed else self
         bound = _Intervals(repr(expression), placed, first, low, high)
@@ -96,7 +96,7 @@ class Ancestors(Mask):
         return offset
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
-        """See `Mask.at`. Only a row's first of ``q_positions`` is read, the position of its drafted token 0."""
+        """See `Mask.at`. Only the first of a row's ``q_positions`` is read, the position of its drafted token 0."""
         return at(self, q_positions, kv_positions)
 
     def with_offset(self, offset: Leaf) -> Ancestors:
@@ -226,7 +226,7 @@ def _intervals(parents: Array, T: int) -> tuple[Array, Array]:
     return order, order + size - 1
 
 
-def _of_keys(first: Array, last: Array, index: Array, T: int) -> tuple[Array, Array]:
+def _key_bounds(first: Array, last: Array, index: Array, T: int) -> tuple[Array, Array]:
     """The least and the greatest number that see a key, [B or 1, S], from the index of its drafted token.
 
     The index is negative for a committed token, which all see, and T or above after the drafts, where none does.

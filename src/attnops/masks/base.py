@@ -39,8 +39,8 @@ class Mask(abc.ABC):
     # numpy's operators then leave `array & mask` to the mask.
     __array_ufunc__ = None
 
-    # The dimensions of each field that may hold an array, once bound: letters of "bhts", each of that size or 1, by
-    # which the arrays are sliced for a shard of the call. None: the mask depends on b and h in some other way.
+    # For each field that may hold an array: its dimensions once bound, as letters of "bhts", each of that size or 1. A
+    # shard of the call slices the arrays by them. None: the mask depends on b and h in some other way.
     axes: ClassVar[Mapping[str, str] | None] = None
     # The fields of ``axes`` whose numbers `as_data` leaves static.
     fixed: ClassVar[frozenset[str]] = frozenset()
@@ -64,7 +64,7 @@ class Mask(abc.ABC):
 
     @abc.abstractmethod
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        """What is certain of each tile of a grid, by interval arithmetic, O(1) per tile. The mask must be bound."""
+        """What is certain about each tile of a grid, by interval arithmetic, O(1) per tile. The mask must be bound."""
 
     @abc.abstractmethod
     def __repr__(self) -> str:
@@ -115,9 +115,9 @@ class Mask(abc.ABC):
         return frozenset({type(self).__name__})
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        """Whether some query may see no key, or some key be seen by no query; such tokens may hold anything, NaN too.
+        """Whether a query may see no key, or no query may see some key; such tokens may hold any value, even NaN.
 
-        False is certain. The mask must be bound.
+        False is certain; True may be too cautious. The mask must be bound.
         """
         return not (T == S and self.sees_itself())
 
@@ -131,13 +131,13 @@ class Mask(abc.ABC):
 
     def segments(self) -> Segments:
         """The same mask as `Segments`, of a class with ``has_segments``. The mask must be bound."""
-        raise NotImplementedError(f"{type(self).__name__} is no mask of segments")
+        raise NotImplementedError(f"{type(self).__name__} is not a mask of segments")
 
     def dense(self, B: int, H: int, T: int, S: int) -> jax.Array:
         """The mask as booleans that broadcast to [B, H, T, S]. O(T · S) memory."""
         indices = (
-            jnp.arange(size).reshape([-1 if axis == own else 1 for axis in range(4)])
-            for own, size in enumerate((B, H, T, S))
+            jnp.arange(size).reshape([-1 if axis == dim else 1 for axis in range(4)])
+            for dim, size in enumerate((B, H, T, S))
         )
         return jnp.asarray(self.bind(B, H, T, S).allowed(*indices))
 
@@ -166,8 +166,8 @@ class Mask(abc.ABC):
         return {"mask": repr(self), "mask_kinds": self.kinds(), "mask_shape": None}
 
     def structure(self, T: int, S: int) -> MaskStructure:
-        """What is known of this mask when tracing: its band, whether it has segments, what else. It must be bound."""
-        # The module above, which matches on subclasses; only this method and `split` call up.
+        """What is known of this mask when tracing: its band, whether it has segments, and the rest. It must be bound."""
+        # Imported here, in `split` too, since that module imports this one and its subclasses.
         from attnops.masks.structure import structure
 
         return structure(self, T, S)

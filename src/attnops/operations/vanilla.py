@@ -45,7 +45,7 @@ class VanillaAttention(OperationImpl):
     @classmethod
     def rank(cls, request: Request) -> Rank | RankBetween | None:
         inherited = super().rank(request)
-        return Rank.REFERENCE if inherited is Rank.NATIVE else inherited  # else a plugin's kernel, in a subclass
+        return Rank.REFERENCE if inherited is Rank.NATIVE else inherited  # a subclass keeps its kernel's rank
 
     def forward_native(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[AttentionOptions]
@@ -69,7 +69,7 @@ class VanillaAttention(OperationImpl):
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         if isinstance(bias, Bias):
-            indices = (jnp.arange(n).reshape([-1 if a == own else 1 for a in range(4)]) for own, n in
+            indices = (jnp.arange(n).reshape([-1 if a == dim else 1 for a in range(4)]) for dim, n in
                        enumerate((B, H, T, S)))  # fmt: skip
             scores = bias.apply(scores.reshape(B, H, T, S), *indices).reshape(scores.shape)
         elif bias is not None:
@@ -115,9 +115,9 @@ def _group(x: jax.Array, K: int) -> jax.Array:
 
 @jax.custom_jvp
 def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """The softmax over the last axis, the sink's probability, and the logsumexp; a row of −inf gives 0, 0 and −inf.
+    """The softmax over the last axis, the sink's probability, and the logsumexp. A row of −inf scores gives 0, 0 and −inf.
 
-    `maximum`, not `where`, avoids NaN for rows of −inf: XLA's CPU compiler fuses maximum, exponential, sum and quotient
+    `maximum` rather than `where` avoids NaN in rows of −inf: XLA's CPU compiler fuses maximum, exponential, sum and quotient
     only without a `where` between them.
     """
     m = scores.max(axis=-1, keepdims=True)

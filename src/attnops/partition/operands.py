@@ -26,7 +26,7 @@ class Template:
     Attributes:
         tree: the structure of ``args`` and options.
         leaves: the leaves of the tree; None for an operand.
-        places: by leaf, the index of its operand; None for a leaf that is no operand.
+        places: for each leaf, the index of its operand; None if it is not an operand.
     """
 
     tree: PyTreeDef
@@ -41,7 +41,7 @@ class Template:
 
     @property
     def key(self) -> Hashable | None:
-        """A cache key; None where a leaf is neither an operand nor a number or string."""
+        """A cache key; None if a leaf is neither an operand nor a number or string."""
         if not all(i is not None or type(x) in _PLAIN for x, i in zip(self.leaves, self.places, strict=True)):
             return None
         # By type and text: 1, 1.0 and True are equal, and so are 0.0 and -0.0.
@@ -57,7 +57,7 @@ class ShardedOperands:
     """A call's arrays, each once, with their specs.
 
     Attributes:
-        arrays: the operands. Replicated numpy arrays are none of them, so that they stay known when tracing.
+        arrays: the operands. Replicated numpy arrays are left out, so that they stay known when tracing.
         specs: their partition specs.
         template: the arguments of the call without them.
     """

@@ -37,8 +37,8 @@ class ShardedProgram:
         in_specs: the specs of its operands.
         out_specs: the specs of the wanted fields.
         check_vma: whether `jax.shard_map` checks over which axes results vary.
-        where: the mesh, or the axes of the current mesh.
-        key: None for a program that must not be cached.
+        where: the arguments of `jax.shard_map` that name the mesh, or the axes of the current mesh.
+        key: the cache key; None for a program that must not be cached.
     """
 
     local: Local
@@ -73,7 +73,7 @@ def compiled(program: ShardedProgram) -> Function:
 
 
 def forget_programs() -> None:
-    """Drop compiled programs: a forward may look up another operation by name, which has changed."""
+    """Drop compiled programs: they may contain an operation looked up by a name that now means another."""
     compiled.cache_clear()
 
 

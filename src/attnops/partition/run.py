@@ -47,11 +47,11 @@ def run_sharded(
         boundary: which mesh axes shard the batch, the heads and the lengths.
         function: a forward.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
-        options: those of the contract, bound, and others.
-        lengths: the mesh axes that shard queries, and keys; query, key, value and outputs are then sharded by length,
+        options: the contract's options, bound, and the operation's own.
+        lengths: the mesh axes that shard queries, and those that shard keys; query, key, value and outputs are then sharded by length,
             masks and biases are not. (None, None): every device has all tokens, gathered if necessary.
-        is_interpreted: whether kernels are interpreted; Pallas's interpreter fails `jax.shard_map`'s check of what
-            varies over devices.
+        is_interpreted: whether kernels are interpreted; Pallas's interpreter fails `jax.shard_map`'s check of which
+            values vary over devices.
         option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
         key: all that ``function`` depends on besides its arguments: calls with equal keys share a compiled program.
             None: the program is compiled for this call only, as it is if options hold a function, or numpy arrays that
@@ -95,7 +95,7 @@ class _ShardForward:
         wanted: the fields of the output that the call asks for.
         batch, heads, kv_heads: the mesh axes that shard them.
         group: query heads per kv head, in the whole call.
-        by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
+        by_kv_head: (name, axis) for each of the operation's own options whose arrays have kv heads, along that axis.
     """
 
     function: Callable[..., OperationOutput]
@@ -144,7 +144,7 @@ def run_unsharded(
         boundary: nested in another, see `Boundary.is_nested`.
         function: a forward.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
-        options: those of the contract, bound.
+        options: the contract's options, bound.
     """
     if not boundary.is_explicit:
         return function(*args, **options)
@@ -163,7 +163,7 @@ def option_specs(
     Args:
         entries: the mesh axes that shard each dimension, by letter.
         sizes: B, H and K of the call, by letter.
-        options: those of the contract, bound, and others.
+        options: the contract's options, bound, and the operation's own.
         option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
     """
 

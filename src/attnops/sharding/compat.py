@@ -140,8 +140,8 @@ def get_ranks_and_size(mesh: Mesh) -> dict[str, Any]:
         mesh: its axes "tp" and "sp", if any, are the model-parallel ones.
 
     Returns:
-        ``mesh``; ``mp_node_size``, processes a copy of the model spans; ``dp_node_size``, copies of the model, at
-        least 1; ``dp_node_rank`` and ``mp_node_rank``, this process's index in either.
+        ``mesh``; ``mp_node_size``, the number of processes of one copy of the model; ``dp_node_size``, the
+        number of copies, at least 1; ``dp_node_rank`` and ``mp_node_rank``, this process's index in each.
     """
     model = math.prod(mesh.shape.get(name, 1) for name in ("tp", "sp"))
     mp_node_size = max(1, model // jax.local_device_count())

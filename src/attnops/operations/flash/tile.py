@@ -60,8 +60,8 @@ def allowed(plan: NativePlan, mask: Mask | None, index: NativeTileIndex, ragged_
         plan: the plan of the call.
         mask: bound; None for none.
         index: the indices of the tile.
-        ragged_queries: whether queries beyond the ragged end are masked; in the forward pass they have no effect. Keys
-            beyond it are always masked, as are those that overlap the tile before.
+        ragged_queries: whether queries beyond T, in a ragged last tile, are masked; the forward pass ignores their results.
+            Keys beyond S are always masked, as are those that overlap the tile before.
     """
     visible: BoolArray | None = None
     if mask is not None:
@@ -90,10 +90,10 @@ def zero_masked_tokens(x: jax.Array, visible: jax.Array, axis: int) -> jax.Array
 
 
 def dropout(scoring: NativeScoring, seed: jax.Array | None, index: NativeTileIndex) -> Callable[[jax.Array], jax.Array]:
-    """The function by which dropout changes the weights of a tile."""
+    """The function that applies dropout to the weights of a tile; without a seed it returns them as they are."""
     if seed is None:
         return lambda weights: weights
-    # Once a row; the barrier keeps it out of the loop over a tile's elements.
+    # Computed once per row; the barrier keeps it out of the loop over a tile's elements.
     rows = lax.optimization_barrier(dropout_rows(seed, index.b, index.h, index.q))
     keep = dropout_keep(rows, index.kv, scoring.dropout_prob, scoring.dropout_step)
     return lambda weights: jnp.where(keep, weights * (1 / (1 - scoring.dropout_prob)), 0.0)

@@ -47,7 +47,7 @@ SECTION = re.compile(r"^\{\{(?P<file>[\w/.]+): (?P<title>.+)\}\}$", re.MULTILINE
 
 
 def section(file: str, title: str) -> str:
-    """The text of a document of the repository below a heading, with links that lead to the repository.
+    """The text below a heading of a document of the repository; links to files become their paths.
 
     Raises:
         KeyError: the document has no such heading.
@@ -100,17 +100,17 @@ def include_sections(app: Any, name: str, source: list[str]) -> None:
 
 
 def tables(app: Any, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Tables of docstrings, which are Markdown's, as reStructuredText's."""
-    # "B." alone would begin a list.
+    """Convert Markdown tables in docstrings to reStructuredText."""
+    # reStructuredText reads "B." alone as the start of a list.
     lines[:] = [re.sub(r"^(:\w+ \w+: [A-Z])\.$", r"\1", line) for line in lines]
-    found, start = [], None
+    spans, start = [], None
     for i, line in enumerate([*lines, ""]):
         if line.startswith("|") and start is None:
             start = i
         elif not line.startswith("|") and start is not None:
-            found.append((start, i))
+            spans.append((start, i))
             start = None
-    for start, end in reversed(found):
+    for start, end in reversed(spans):
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start:end]]
         rows = [row for row in rows if not all(set(cell) <= set("-: ") and cell for cell in row)]
         listed = ["", ".. list-table::", "   :header-rows: 1", ""]

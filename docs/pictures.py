@@ -18,7 +18,7 @@ SEEN, HIDDEN = "#2c3e50", "#eceff1"
 TOKENS, TILE = 16, 4
 IDS = np.repeat([0, 1, 2], [5, 7, 4])[None]
 
-# Each a file's name, and an expression that `attnops show` takes too; `ids` is IDS.
+# By file name, expressions that `attnops show` accepts too; `ids` is IDS.
 MASKS = {
     "causal": "Causal()",
     "window": "Causal() & SlidingWindow(4, 0)",
@@ -51,8 +51,7 @@ def draw_all(folder: Path) -> None:
 
 def tile_codes(mask: masks.Mask, T: int, S: int) -> np.ndarray:
     """EMPTY, PARTIAL or FULL of each tile, [T / 4, S / 4]."""
-    found = block_map(mask, (1, 1, T, S), TILE, TILE)
-    return np.asarray(found.coverage)[0, 0]
+    return np.asarray(block_map(mask, (1, 1, T, S), TILE, TILE).coverage)[0, 0]
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -3,8 +3,8 @@
     make alone [ONLY="attnops attnops-caches"]
 
 Wheels are built from this checkout, and each is installed with its extra ``test`` into an environment of its own; other
-distributions of this repository are there only if it declares them. What the Makefile installs without dependencies,
-weights and assemblers, is given by ``--also``. Takes some minutes for each.
+distributions of this repository are there only if it declares them. ``--also`` names further requirements
+that are installed without their dependencies, such as weights and assemblers. Each distribution needs some minutes.
 """
 
 from __future__ import annotations

@@ -15,19 +15,19 @@ ROOM = 4 << 30
 def lacking(folder):
     """What is missing for a virtual environment in this folder."""
     if sys.version_info[:2] < OLDEST:
-        text = "attnops needs Python {}.{} or newer, but {} is {}.{}; say which with make PYTHON=..."
+        text = "attnops needs Python {}.{} or newer, but {} is {}.{}; choose one with make PYTHON=..."
         return [text.format(OLDEST[0], OLDEST[1], sys.executable, *sys.version_info[:2])]
-    found = []
+    missing = []
     if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
-        found.append(sys.executable + " has no venv with pip; install it (Debian, Ubuntu: apt install python3-venv)")
+        missing.append(sys.executable + " has no venv with pip; install it (Debian, Ubuntu: apt install python3-venv)")
     where = os.path.dirname(os.path.abspath(folder))
     free = shutil.disk_usage(where).free
     if free < ROOM:
-        text = "up to {:.1f} GB are installed in {}, but {:.1f} GB are free; clear some, or say where with VENV=..."
-        found.append(text.format(ROOM / 1e9, where, free / 1e9))
+        text = "up to {:.1f} GB are installed in {}, but {:.1f} GB are free; free some, or choose another folder with VENV=..."
+        missing.append(text.format(ROOM / 1e9, where, free / 1e9))
     if not os.access(where, os.W_OK):
-        found.append(where + " can't be written to; say where to install with VENV=...")
-    return found
+        missing.append(where + " can't be written to; choose another folder with VENV=...")
+    return missing
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def printed(text: str) -> list[str]:
     """The output of each of the README's first two examples, run in turn with only the core installed."""
     examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
     if len(examples) < 2:
-        raise ValueError("README.md has no two examples")
+        raise ValueError("README.md has fewer than two examples in Python")
     names: dict[str, Any] = {}
     outputs = []
     for code in examples:

@@ -1,7 +1,7 @@
 """Biases of the scores without T × S arrays: by distance, by bucket, by a function.
 
 A bias acts on the scores after scale and soft cap, before the mask. An array that broadcasts to [B, H, T, S] is also a
-bias, without any of these classes. Biased scores are finite or −inf; +inf or NaN makes its row NaN, and no other.
+bias, without any of these classes. Biased scores are finite or −inf; +inf or NaN makes only its own row NaN.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Leaf, Leaf]], tuple[tuple
 
 
 def _is_static(name: str, value: Leaf) -> bool:
-    # An offset is a number or an array, and in its place a leaf may be anything, a `PartitionSpec` say.
+    # An offset is a number or an array, and JAX may put any leaf in its place, such as a `PartitionSpec`.
     return isinstance(value, int) if name == "offset" else not hasattr(value, "shape")
 
 
@@ -82,7 +82,7 @@ class Bias(abc.ABC):
 
     # The fields that are not arrays; an offset may be one.
     static: ClassVar[tuple[str, ...]] = ("offset",)
-    # See `attnops.masks.Mask.axes`; a dot is any other dimension.
+    # The dimensions of array fields as letters of "bhts", as in `attnops.masks.Mask.axes`; a dot is any other dimension.
     axes: ClassVar[Mapping[str, str] | None] = None
 
     @abc.abstractmethod
@@ -101,7 +101,7 @@ class Bias(abc.ABC):
         return self
 
     def as_data(self) -> Bias:
-        """This bound bias with the numbers of its functions as arrays, see `attnops.masks.Mask.as_data`."""
+        """This bound bias with the numbers of its functions as arrays, so that other numbers compile nothing anew."""
         return self
 
     def kind(self) -> str:
@@ -159,7 +159,7 @@ class ALiBi(RelativeBias):
 
 
 def alibi_slopes(heads: int) -> NumpyArray:
-    """The slopes of the ALiBi paper, float32 [heads]: powers of ``2 ** (-8 / n)``, n the power of two not above heads.
+    """The slopes of the ALiBi paper, float32 [heads]: powers of ``2 ** (-8 / n)``, n the largest power of two ≤ heads.
 
     Where heads is not a power of two, the remaining slopes are every other one of those for 2n heads, as in the
     authors' code.
@@ -179,7 +179,7 @@ class RelativePosition(RelativeBias):
 
     Attributes:
         table: [buckets, H], floating, learned.
-        bidirectional: whether keys ahead have buckets of their own; else they count as distance 0.
+        bidirectional: whether keys ahead have separate buckets; else they count as distance 0.
         max_distance: distances from this one on share a bucket.
         offset: the position of query 0 among the keys, an int or an integer array []; None for S − T.
     """
@@ -345,8 +345,8 @@ def _offset(name: str, offset: Leaf) -> Leaf:
     is_int = isinstance(offset, int) and not isinstance(offset, bool)
     if is_int or (np.shape(offset) == () and np.dtype(getattr(offset, "dtype", float)).kind in "iu"):
         if not isinstance(offset, (int, np.ndarray, np.generic)):
-            held = np.iinfo(offset.dtype)
-            low, high = max(-_FARTHEST_OFFSET, int(held.min)), min(_FARTHEST_OFFSET, int(held.max))
+            limits = np.iinfo(offset.dtype)
+            low, high = max(-_FARTHEST_OFFSET, int(limits.min)), min(_FARTHEST_OFFSET, int(limits.max))
             return jnp.clip(offset, low, high).astype(jnp.int32)
         if abs(int(offset)) <= _FARTHEST_OFFSET:
             return int(offset)

@@ -76,8 +76,8 @@ class PluginWarning(UserWarning):
 def pass_interrupt(error: BaseException) -> None:
     """Raise a `KeyboardInterrupt` again.
 
-    For whoever catches what a plugin raises, whatever that is: it may exit, be cancelled, or raise the exception of
-    another language (pyo3's PanicException), none of which is an `Exception`.
+    For handlers of everything that a plugin raises: exits, cancellations and exceptions of another language (pyo3's
+    PanicException) are not subclasses of `Exception`.
     """
     if isinstance(error, KeyboardInterrupt):
         raise error

@@ -19,10 +19,10 @@ Class = TypeVar("Class", bound=type)
 def serialised(
     **fields: tuple[Callable[[Leaf], Leaf], Callable[[Leaf], Leaf]],
 ) -> Callable[[Class], Class]:
-    """A decorator of dataclasses, above that by which JAX knows them as pytrees: their static fields as bytes.
+    """A decorator by which `jax.export` serialises a dataclass; above the one that registers it as a pytree.
 
     Args:
-        **fields: for a static field that JSON can't express: functions to JSON's types, and back.
+        **fields: for each static field that JSON can't express, the functions to JSON's types and back.
     """
 
     def register(cls: Class) -> Class:
@@ -53,7 +53,7 @@ def serialised(
 
 
 def serialised_tuple(cls: Class) -> Class:
-    """The same for a named tuple."""
+    """A decorator by which `jax.export` serialises a named tuple."""
     with contextlib.suppress(ValueError):
         jax.export.register_namedtuple_serialization(cls, serialized_name=f"attnops.{cls.__name__}")  # type: ignore[type-var]
     return cls

@@ -43,7 +43,6 @@ def attention(
 ) -> OperationOutput: ...
 
 
-# The contract's options, a parameter each.
 def attention(
     query: ArrayLike,
     key: ArrayLike | Source,
@@ -72,7 +71,7 @@ def attention(
         out = attnops.attention(query, key, value, causal=True, window=(1023, 0))  # [B, T, H, Dv]
 
     The same as an operation of `OperationRegistry.create` with the masks `attnops.masks.Causal` and
-    `attnops.masks.SlidingWindow`; a mask that is given too hides more. To append to a cache in the same call, use
+    `attnops.masks.SlidingWindow`, combined by ``&`` with ``mask`` if that is given too. To append to a cache in the same call, use
     `OperationImpl.step`.
 
     Args:
@@ -82,17 +81,17 @@ def attention(
         value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``. None with a source.
         causal: whether a query sees no later key. Positions are aligned at the end where T ≠ S: the last query sees
             all keys.
-        window: (left, right), the keys before and after a query that it sees besides its own position's; None in place
+        window: (left, right), how many keys a query sees before and after the key at its own position; None in place
             of a number for all. A config's ``sliding_window=4096`` is ``(4095, 0)``.
         mask: a boolean array that broadcasts to [B, H, T, S], True where a query may attend; or an
             `attnops.masks.Mask`. This and all that follow are described in `OperationImpl.__call__`.
         bias: an array that broadcasts to [B, H, T, S], or an `attnops.biases.Bias`.
         softmax_scale: None: the metadata's, else ``D ** -0.5``.
         logits_soft_cap: None: the metadata's, else no cap.
-        sinks: [H].
+        sinks: floating [H], a logit per query head that is added to the softmax's denominator.
         dropout_key: a PRNG key, needed in train mode where ``dropout_prob`` is not 0.
         dropout_prob: in [0, 1). None: the metadata's.
-        mode: runtime mode.
+        mode: "train", "prefill", "decode" or "insert". None: the metadata's, else decode for one query, else train.
         return_lse: whether to return an `OperationOutput` with ``logsumexp``, float32 [B, H, T].
         return_weights: whether to return an `OperationOutput` with ``attention_weights``, [B, H, T, S].
         operation: the operation's name; ``"auto"`` is the fastest that serves the call.
@@ -100,7 +99,8 @@ def attention(
         **options: options that only some implementations, or the source, have.
 
     Returns:
-        [B, T, H, Dv], or [B, H, T, Dv] with ``layout="BHTD"``; an `OperationOutput` where more than that is asked for.
+        [B, T, H, Dv], or [B, H, T, Dv] with ``layout="BHTD"``; an `OperationOutput` with ``return_lse`` or
+        ``return_weights``.
 
     Raises:
         ValueError, TypeError, UnsupportedError: see `OperationImpl.__call__`.

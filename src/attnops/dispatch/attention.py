@@ -95,21 +95,21 @@ class OperationImpl(PartialAttention):
             query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.
             key: [B, S, K, D], or [B, K, S, D] with ``layout="BHTD"``; the query's dtypes. K divides H, and query head h
                 uses kv head ``h // (H // K)``. Or an `attnops.Source` that already holds the queries' tokens, such as a
-                cache of attnops-caches, whose class says which query is at which position, and which options it adds;
-                masks and biases go by positions. A call over a source has no gradient.
+                cache of attnops-caches, whose class documents the queries' positions and its further options; masks and
+                biases are evaluated at positions. A call over a source has no gradient.
             value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``; the query's dtypes. None with a source.
             mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
                 `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
             bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
-                `attnops.biases.Bias`. Finite or −inf; +inf or NaN where the mask allows makes its row NaN (output,
-                logsumexp and weights), and no other; gradients of that row, and of the keys and values, are NaN.
+                `attnops.biases.Bias`. Finite or −inf; +inf or NaN at an allowed key makes only its own row NaN
+                (output, logsumexp and weights); gradients of that row, and of the keys and values, are NaN.
             softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
             logits_soft_cap: a positive number. None: the metadata's, else no cap.
             sinks: [H], one learnable logit per head, which is added to the softmax's denominator only. Finite or −inf;
                 +inf or NaN makes the rows of its head NaN, except fully masked ones.
             dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
-                the key and (b, h, i, j). Under `jax.vmap` and in a `jax.shard_map` of the caller's these are
-                indices within the slice, so that slices that must differ need different keys.
+                the key and (b, h, i, j). Under `jax.vmap` and in the caller's `jax.shard_map` these are indices
+                within the slice: use different keys if slices must draw different masks.
             mode: runtime mode; see `OperationMetadata`. Over a source "train" is refused, and None is the metadata's,
                 else decode for one query, else prefill.
             return_lse: whether the output has ``logsumexp``.
@@ -144,7 +144,7 @@ class OperationImpl(PartialAttention):
     def step(
         self, query: ArrayLike, key: ArrayLike, value: ArrayLike | None, source: SourceType, **options: Any
     ) -> tuple[OperationOutput, SourceType]:
-        """Append tokens to a source, and attend over it: the step of a model that decodes, or of a prompt's chunk.
+        """Append tokens to a source and attend over it: a decoding step, or a chunk of a prompt.
 
         Args:
             query: [B, T, H, D]; heads before length with ``layout="BHTD"``.
@@ -164,8 +164,8 @@ class OperationImpl(PartialAttention):
                 f"source is a {type(source).__name__}, but must be an attnops.Source, such as a cache of "
                 f"attnops-caches: op.step(query, key, value, cache)"
             )
-        of_call = CONTRACT | {"mode", "return_lse", "return_weights"}
-        self._check_own_options(source, {name: x for name, x in options.items() if name not in of_call})
+        call_options = CONTRACT | {"mode", "return_lse", "return_weights"}
+        self._check_own_options(source, {name: x for name, x in options.items() if name not in call_options})
         return stepped(source.step(self, query, key, value, options), source)
 
     def _check_own_options(self, key: object, options: Mapping[str, object]) -> None:
@@ -185,15 +185,15 @@ class OperationImpl(PartialAttention):
         parts: tuple[int, int] | None = None,
         **options: Any,
     ) -> Call:
-        """See `attnops.dispatch.binding.bind_attention`, and `attnops.Source.bind`.
+        """The checked call of these arguments in the layout "BTHD", with its request; a source binds its own calls.
 
         Args:
             query: [B, T, H, D]; heads before length with ``layout="BHTD"``.
             key: [B, S, K, D], or heads before length; or an `attnops.Source`.
             value: [B, S, K, Dv], or heads before length; None with a source.
-            parts: the number of sequence shards of queries, and of keys, for an operation that exchanges keys inside a
-                `jax.shard_map` of the caller's; the arrays given are one shard. The call then has no boundary.
-            **options: those of `__call__`.
+            parts: the number of sequence shards (query, key), for an operation that exchanges keys inside the caller's
+                `jax.shard_map`; the arrays given are one shard. The call then has no boundary.
+            **options: the other options of `__call__`, and the source's.
         """
         if isinstance(key, Source):
             if value is not None:
@@ -223,7 +223,7 @@ class OperationImpl(PartialAttention):
         return result
 
     def reasons_for(self, forward: str, request: Request) -> list[Reason]:
-        """See `BaseOperation.reasons_for`; of a request over a source, what its `SourceRequest` says."""
+        """See `BaseOperation.reasons_for`; for a request over a source, those of its `SourceRequest`."""
         if isinstance(request, AttentionRequest) and request.source is not None:
             source = request.source
             return border.reasons_of(type(source), "reasons", lambda: source.reasons(self, forward, request))
@@ -266,8 +266,8 @@ class OperationImpl(PartialAttention):
                 another shape or dtype than the contract's.
         """
         request = call.request
-        of_source = isinstance(request, AttentionRequest) and request.source is not None
-        name = f"{type(call.args[1]).__name__}.run" if of_source else type(self).__name__
+        over_source = isinstance(request, AttentionRequest) and request.source is not None
+        name = f"{type(call.args[1]).__name__}.run" if over_source else type(self).__name__
         check_output(name, shapes_of(call), call.options, result)
         out = tag(result.attention_outputs, OUTPUT_NAME)
         if self.metadata.layout == "BHTD":
@@ -281,7 +281,7 @@ class OperationImpl(PartialAttention):
 
         Args:
             query: [B, T, H, D], or [B, H, T, D].
-            BTHD: whether the layout is the former.
+            BTHD: whether the shape is [B, T, H, D].
         """
         return resolve_mode(self.metadata, query.shape[1 if BTHD else 2])
 

@@ -64,7 +64,7 @@ def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
 
 
 def reasons_of(cls: type, method: str, ask: Callable[[], Iterable[Reason] | str | None]) -> list[Reason]:
-    """What ``ask``, which calls a method of a class, gives.
+    """The reasons that ``ask`` returns, by calling a method of a class.
 
     Raises:
         PluginError: it raised, or returned anything but reasons.

@@ -66,7 +66,7 @@ def explain(
     Args:
         request: from an operation's ``request(query, key, value, ...)``, or made by hand.
         operation: the name given to `OperationRegistry.create`.
-        metadata: its metadata; the request's platform replaces its own.
+        metadata: the operation's metadata; the request's platform replaces the metadata's.
         shardings: whether to give the partition specs of the call too, on the metadata's mesh or the current one.
 
     Raises:

@@ -92,8 +92,8 @@ def repeats(operation: OperationImpl, call: Call, boundary: Boundary | None) -> 
     rules = [f"batch={_rule(data)}"] if data else []
     rules += [f"head={_rule(heads)}, kv_head={_rule(heads)}"] if heads else []
     reason = Reason("mesh", axes, "no axis rule names these axes, so that the devices along them compute the same",
-                    f"OperationMetadata(axis_rules=AxisRules({', '.join(rules)})), or another rule of axes that are "
-                    f"not for attention")  # fmt: skip
+                    f"OperationMetadata(axis_rules=AxisRules({', '.join(rules)})), or a further rule for "
+                    f"axes that attention does not use")  # fmt: skip
     _tell(operation, "is not sharded", reason)
 
 

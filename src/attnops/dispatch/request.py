@@ -76,8 +76,8 @@ class AttentionRequest(Request):
         mask_shape: the shape of an array mask.
         mask_structure: the mask's band, whether it has segments, and its other kinds; without a mask, a band without
             limits.
-        mask_primitives: the names of JAX's primitives that a mask with a `MaskFn` evaluates for each score, see
-            `attnops.kernels.elementwise`.
+        mask_primitives: the names of JAX's primitives that a mask with a `MaskFn` evaluates for each score;
+            values per query, key or head are computed before.
         bias_kind: ``"array"``, or the class of a structured bias; empty for none.
         bias_primitives: the names of JAX's primitives that a `ScoreFn` evaluates for each score.
         bias_shape: the shape of an array bias.
@@ -90,7 +90,7 @@ class AttentionRequest(Request):
         return_weights: whether the attention weights are asked for.
         sequence_axes: the mesh axes over which the metadata's rules shard queries or keys.
         source: the description of what holds keys and values; None for arrays. ``key_length`` counts its slots, and
-            mask and bias are by slot.
+            mask and bias have one element per slot.
     """
 
     batch: int

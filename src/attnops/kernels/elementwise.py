@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
 AXES: Final = ARGUMENTS[1:]
 
-# For an index alone, these are cheaper to compute on a tile than a value by token is to load.
+# On an index alone, these are cheaper to compute on a tile than a per-token value is to load.
 _CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | IDENTITIES
-# The same for an index and values by row, which are scalars of a tile: no value by token is needed in memory.
+# The same on an index and values per sequence, which are scalars on a tile: no per-token value is loaded.
 _OF_ROW: Final = _CHEAP | {
     "and",
     "div",
@@ -122,7 +122,7 @@ class Elementwise:
         return jnp.asarray(value).reshape([sizes[axis] if axis in axes else 1 for axis in AXES])
 
     def in_32_bits(self) -> Elementwise:
-        """The same, with 32-bit numbers on a tile; those that are computed before the kernel keep theirs."""
+        """The same, with 32-bit numbers on a tile; numbers computed before the kernel keep their width."""
         return dataclasses.replace(
             self, dtypes=tuple(map(narrow, self.dtypes)),
             equations=tuple(map(in_32_bits, self.equations)), result=narrowed(self.result),
@@ -188,14 +188,14 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
 def split_program(
     program: Program, names: Sequence[str], leaves: Sequence[Leaf] | None, n_given: int = 0, by_row: bool = False
 ) -> Elementwise:
-    """A program of scalars split into values by token and equations by score.
+    """A program of scalars split into values per token and equations per score.
 
     Args:
-        program: takes ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
+        program: its inputs are ``names``, leaves, and ``n_given`` scalars of arrays of T × S elements.
         names: the names of its first arguments, some of `ARGUMENTS` in their order.
         leaves: shape and dtype of each leaf and constant; None where only primitives are asked for.
         n_given: the number of scalars of arrays of T × S elements, the program's last inputs.
-        by_row: whether integers by key that follow from values by row are computed on a tile.
+        by_row: whether integers per key that depend only on values per sequence are computed on a tile.
     """
     (result,) = program.results
     n = len(names)
@@ -247,7 +247,7 @@ def split_program(
 
 
 def _is_of_row(equation: Equation, axes: frozenset[str], given: Sequence[frozenset[str]]) -> bool:
-    """Whether an equation computes integers by key from cheap values and values by row, whose axes are ``given``."""
+    """Whether an equation computes integers per key from cheap values and values per sequence, of axes ``given``."""
     is_integer = all(jnp.issubdtype(x, jnp.integer) or x == jnp.bool_ for x in equation.dtypes)
     is_cheap = equation.primitive.name in _OF_ROW and equation.is_scalar and is_integer
     return is_cheap and "kv" in axes <= {"b", "kv"} and all(x <= {"b"} for x in given)

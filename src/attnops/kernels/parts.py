@@ -57,8 +57,8 @@ def of_mask(mask: Mask, by_row: bool = False) -> MaskParts:
 
     Args:
         mask: bound.
-        by_row: whether integers by key that follow from values by row are computed on a tile, for kernels in which a
-            tile is of one row of the batch.
+        by_row: whether integers per key that depend only on values per sequence are computed on a tile, for kernels
+            whose tiles each belong to one sequence.
     """
     leaves, tree = jax.tree.flatten(mask, is_leaf=_is_tiled)
     tiled = [isinstance(leaf, Dense) for leaf in leaves]
@@ -116,7 +116,7 @@ def of_bias(bias: Bias, by_row: bool = False) -> BiasParts:
         return BiasParts(split_program(function.program, ARGUMENTS, _avals(function.data), 0, by_row), [*function.data])
     leaves, tree = jax.tree.flatten(bias)
     traced = trace(
-        lambda scores, b, h, q, kv, *own: jax.tree.unflatten(tree, own).apply(scores, b, h, q, kv),
+        lambda scores, b, h, q, kv, *arrays: jax.tree.unflatten(tree, arrays).apply(scores, b, h, q, kv),
         [SCORE, *(INDEX,) * 4, *_avals(leaves)], CALLS,
     )  # fmt: skip
     every = [*leaves, *traced.constants]

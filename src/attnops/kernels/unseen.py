@@ -21,7 +21,7 @@ def zero_unseen(
         key: [B, S, K, D].
         value: [B, S, K, Dv].
         mask: bound; None for none. If it certainly has no fully masked tokens, the arrays are returned unchanged;
-            otherwise this needs O(T · S) memory, a byte an element.
+            otherwise this needs O(T · S) memory, one byte per element.
     """
     (B, T, H, _), S = query.shape, key.shape[1]
     if mask is None or not mask.has_fully_masked_tokens(T, S):
@@ -51,7 +51,7 @@ def repair_empty_rows(output: OperationOutput, mask: Mask | None, key_length: in
 
     Args:
         output: the kernel's output, attention_outputs [B, T, H, Dv].
-        mask: bound; None for none. See `zero_unseen` for its memory.
+        mask: bound; None for none. If it may have fully masked tokens, this needs T · S bytes.
         key_length: S.
     """
     B, T, H, _ = output.attention_outputs.shape

@@ -20,7 +20,7 @@ class Foldable(abc.ABC):
 
     @abc.abstractmethod
     def fold(self, batched: PyTree, n: int, B: int) -> PyTree:
-        """The same for a batch of ``n · B``, slices outermost.
+        """This object for a batch of ``n · B``, slices outermost.
 
         Args:
             batched: an object of this class with a bool for each array: whether its first axis is the mapped axis.
@@ -29,7 +29,7 @@ class Foldable(abc.ABC):
         """
 
     def most(self, batched: PyTree, n: int, B: int) -> int:
-        """How many of ``n`` slices `fold` can take at a time; at least 1. The arguments are those of `fold`."""
+        """How many of ``n`` slices `fold` accepts at a time; at least 1. The arguments are those of `fold`."""
         return n
 
 
@@ -46,7 +46,7 @@ Plan = TypeVar("Plan", bound=HasBatch)
 def folds_batch(kernel: Function) -> Function:
     """``kernel(plan, *arguments)``, mapped by `jax.vmap` as one call of a larger batch; ``plan`` is static.
 
-    Where `Foldable.most` allows fewer slices, it is a loop of such calls.
+    If `Foldable.most` allows fewer slices, it becomes a loop of such calls.
 
     The arguments are pytrees of `Foldable` objects and of arrays whose first axis is the batch, or 1 if all batches
     share one element. The results are such pytrees too, whose first axis is always the batch.
@@ -59,9 +59,9 @@ def folds_batch(kernel: Function) -> Function:
         foldable = [(x, b) for x, b in zip(leaves, batched, strict=True) if isinstance(x, Foldable)]
         most = min((x.most(b, n, plan.B) for x, b in foldable), default=n)
         if most < n:
-            some = next(size for size in range(most, 0, -1) if n % size == 0)
+            size = next(size for size in range(most, 0, -1) if n % size == 0)
             return _in_turns(
-                functools.partial(mapped, called, plan, some, in_batched), n // some, in_batched, arguments
+                functools.partial(mapped, called, plan, size, in_batched), n // size, in_batched, arguments
             )
         larger = dataclasses.replace(plan, B=n * plan.B)  # type: ignore[type-var]
         folded = [_fold(x, b, n, plan.B) for x, b in zip(leaves, batched, strict=True)]
@@ -108,8 +108,8 @@ def _in_turns(function: Function, turns: int, in_batched: PyTree, arguments: PyT
     leaves, tree = jax.tree.flatten(arguments)
     batched = jax.tree.leaves(in_batched)
 
-    def body(some: list[PyTree]) -> PyTree:
-        mapped = iter(some)
+    def body(slices: list[PyTree]) -> PyTree:
+        mapped = iter(slices)
         return function(
             jax.tree.unflatten(tree, [next(mapped) if b else x for x, b in zip(leaves, batched, strict=True)])
         )

@@ -102,7 +102,7 @@ def at(mask: Mask, q_positions: Array | None, kv_positions: Array | None) -> Mas
 
 
 def _check_window(name: str, limit: Leaf, distance: int) -> None:
-    """Raise a `ValueError` if a window of at least `LARGEST`, taken for no limit, is below ``distance``."""
+    """Raise a `ValueError` if a window of at least `LARGEST`, which means no limit, is below ``distance``."""
     if isinstance(limit, (int, np.ndarray, np.generic)):
         wide = [int(x) for x in np.asarray(limit).reshape(-1) if LARGEST <= x < distance]
         if wide:

@@ -73,7 +73,7 @@ class MaskFn(_Function):
         seen = jnp.asarray(self.fn(b, h, q, kv, *args))
         if seen.dtype != np.bool_:
             raise ValueError(f"{self!r} gave dtype {seen.dtype}, but must give booleans")
-        return _of_tokens(seen, q, kv)
+        return _broadcast_scalar(seen, q, kv)
 
     def __repr__(self) -> str:
         return f"MaskFn({name_of(self.fn)})"
@@ -103,13 +103,13 @@ class MaskProgram(_Function):
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """See `Mask.allowed`."""
         indices = (jnp.asarray(x, jnp.int32) for x in (b, h, q, kv))
-        return _of_tokens(evaluate(self.program, [*indices], self.data), q, kv)
+        return _broadcast_scalar(evaluate(self.program, [*indices], self.data), q, kv)
 
     def __repr__(self) -> str:
         return f"MaskFn({self.name})"
 
 
-def _of_tokens(seen: jax.Array, q: Index, kv: Index) -> jax.Array:
+def _broadcast_scalar(seen: jax.Array, q: Index, kv: Index) -> jax.Array:
     # A constant function gives a scalar.
     return jnp.broadcast_to(seen, np.broadcast_shapes(np.shape(q), np.shape(kv))) if seen.ndim == 0 else seen
 

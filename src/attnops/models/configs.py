@@ -30,5 +30,5 @@ def text_config(config: object) -> Any:
         return choose()
     except ValueError as error:
         raise ValueError(
-            f"{type(config).__name__} has several text configs: {error}; pass the one of the attention"
+            f"{type(config).__name__} has several text configs: {error}; pass the one that configures the attention"
         ) from error

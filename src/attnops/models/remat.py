@@ -122,7 +122,7 @@ def _require_names(factory: str, args: tuple[object, ...], kwargs: Mapping[str, 
         if bare := [k for k, v in kwargs.items() if k.startswith("names_") and isinstance(v, str)]:
             raise TypeError(f"{bare[0]} must be a list of names")
     elif factory.endswith(("_these_names", "_but_these")) and not (args and all(isinstance(a, str) for a in args)):
-        raise TypeError("one or more names must follow, each a string of its own")
+        raise TypeError("one or more names must follow, each a separate string")
     elif factory == "save_from_both_policies" and not all(map(callable, args)):
         raise TypeError("a policy is a callable or a name")
 

@@ -33,7 +33,7 @@ _NO_FLOAT16 = dataclasses.replace(_JAX_NN, dtypes=frozenset({"float32", "bfloat1
 
 
 class ProductOptions(TypedDict, total=False):
-    """What `jax.nn.dot_product_attention` has of the contract, see `attnops.ScoreOptions`."""
+    """The contract's options that `jax.nn.dot_product_attention` has, as in `attnops.ScoreOptions`."""
 
     mask: Mask
     bias: jax.Array
@@ -74,7 +74,7 @@ class ScaledDotProductAttention(VanillaAttention):
     def rank(cls, request: Request) -> Rank | RankBetween | None:
         name = f"forward_{forward_for(cls, request.platform)}"
         if getattr(cls, name) is not getattr(ScaledDotProductAttention, name):
-            return super().rank(request)  # a plugin's kernel, in a subclass
+            return super().rank(request)  # a subclass's kernel
         return Rank.VENDOR_KERNEL if request.platform == "cuda" else Rank.PRODUCT
 
     def forward_gpu(
@@ -142,7 +142,7 @@ class ScaledDotProductAttention(VanillaAttention):
         if mask is not None and allowed is not None and mask.has_fully_masked_tokens(T, S):
             query, key, value = zero_masked_tokens(query, key, value, allowed)
         if bias is not None:
-            # XLA's scores are float32; cuDNN takes the query's dtype, and no dimension of 1.
+            # XLA's scores are float32; cuDNN needs the query's dtype, and T and S in full.
             is_xla = implementation == "xla"
             bias = bias.astype(jnp.float32) if is_xla else jnp.broadcast_to(bias, (*bias.shape[:2], T, S))
         if allowed is not None and implementation == "cudnn":
@@ -163,7 +163,7 @@ class ScaledDotProductAttention(VanillaAttention):
 def _without_empty_rows(
     allowed: jax.Array | None, bias: jax.Array | None, causal: Mask | None, shape: tuple[int, int, int, int]
 ) -> tuple[jax.Array | None, jax.Array]:
-    """``bias`` without rows that are −inf or very low wherever the mask allows, and which rows see a key, [B, H, T, 1].
+    """``bias`` with rows raised that are −inf or very low at all allowed keys; and which rows see a key, [B, H, T, 1].
 
     jax.nn returns the mean of the values for a fully masked row, and NaN for a row whose bias is −inf everywhere. Its
     masked scores are −0.7 · finfo.max, so lower rows of the bias are raised above that. Softmax is invariant to the

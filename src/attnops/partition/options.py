@@ -27,7 +27,7 @@ def own_option_specs(
 
     Args:
         name: the option's.
-        option: a pytree; leaves that are no array, or have no dimensions, are replicated.
+        option: a pytree; leaves that are not arrays, or have no dimensions, are replicated.
         axes: the class's declaration, see `OperationImpl.option_axes`.
         sizes: B, H and K of the call, by letter.
         spec_of: the spec of an array.
@@ -40,7 +40,7 @@ def own_option_specs(
 
 
 def own_axis(name: str, axes: Mapping[str, str]) -> int | None:
-    """The dimension of an option that is kv heads; None where there is none."""
+    """The axis of kv heads in an option's arrays; None if they have none."""
     letters = axes.get(name, "")
     return letters.index("k") if "k" in letters else None
 
@@ -52,8 +52,8 @@ def _spec(name: str, x: Leaf, letters: str | None, sizes: Mapping[str, int], spe
     if letters is None:
         reason = Reason(
             name, f"{x.dtype} {list(shape)}", "its axes are not declared, so that a mesh can't shard it",
-            f"declare option_axes = {{{name!r}: 'h'}} in the class, a letter a dimension of 'b', 'h', 'k' (kv heads) "
-            f"or '-' for others; '' for a replicated array",
+            f"declare option_axes = {{{name!r}: 'h'}} in the class, one letter per dimension: 'b', 'h', 'k' (kv "
+            f"heads) or '-' for others; '' for a replicated array",
         )  # fmt: skip
         raise UnsupportedError(f"{name} can't be sharded:\n  - {reason}", [reason])
     if not letters:

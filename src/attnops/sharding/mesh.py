@@ -23,7 +23,7 @@ def create_mesh(
     axis_types: Sequence[AxisType] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh over devices, in an order in which neighbours communicate fast where JAX knows the topology.
+    """A mesh over devices; if JAX knows the topology, neighbours in the mesh are neighbours in the network.
 
     Args:
         axis_dims: devices along each axis; one may be −1, which is computed from the number of devices.
@@ -93,7 +93,7 @@ def manual_axes() -> frozenset[str]:
 
 
 def mesh_arguments(mesh: MeshLike) -> dict[str, Any]:
-    """The arguments that name the mesh of a `jax.shard_map`: the current one, without manual axes, or else ``mesh``."""
+    """The arguments of `jax.shard_map` that name the current mesh, without its manual axes, if one is set; else ``mesh``."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.empty:
         return {"mesh": mesh}

@@ -25,7 +25,7 @@ from attnops.softmax import Contribution, PartialSoftmax
 if TYPE_CHECKING:
     from attnops.typing import PyTree
 
-# From so many scores on, an array of all of them is too large: 4 GB in float32.
+# An array of this many scores or more is too large: 4 GB in float32.
 _LARGE: Final = 1 << 30
 
 

@@ -53,7 +53,7 @@ class NativeTileIndex(NamedTuple):
     kv: jax.Array
 
 
-# Up to so many rows of a float32 tile, a product takes less time with keys as its first operand.
+# With at most this many rows in a float32 tile, a product is faster with keys as its first operand.
 _FEW_ROWS: Final = 16
 
 
@@ -72,11 +72,11 @@ class NativePlan:
         problems_per_tile: problems per group; a divisor of K, or K times a divisor of B.
         map_shape: how many batches and kv heads the block map has, each 1 or all.
         dtype: the dtype of the operands of products: bfloat16 for bfloat16 inputs, else float32.
-        is_partial: whether the keys are some of a softmax's, so that results are float32, see `attnops.softmax`.
+        is_partial: whether it is a partial softmax, over some of the keys, whose results are float32 (`attnops.softmax`).
         precision: the precision of products.
         scoring: what changes scores.
-        overlaps: whether the last tile of keys begins early enough to end at S, and so overlaps the one before; keys
-            that can't be padded are read so. Else it ends beyond S.
+        overlaps: whether the last tile of keys ends at S and so overlaps the tile before, for keys that can't be
+            padded. Else it ends beyond S.
     """
 
     B: int

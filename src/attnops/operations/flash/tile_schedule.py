@@ -47,7 +47,7 @@ class NativeTileSchedule:
     any_partial: bool
 
 
-# Up to so many entries, a list whose shape must not depend on the mask has room for every tile.
+# A list whose shape must not depend on the mask has room for every tile, up to this number of tiles.
 _MAX_DENSE: Final = 1 << 16
 
 
@@ -55,11 +55,11 @@ def tile_schedule(coverage: Array, is_data: bool = False) -> NativeTileSchedule:
     """The active tiles of block maps.
 
     Args:
-        coverage: [maps, rows, columns] of `Coverage`. A numpy array's active tiles alone are stored; a traced one is
+        coverage: [maps, rows, columns] of `Coverage`. For a numpy array only the active tiles are stored; a traced one is
             sorted at run time, in O(rows · columns) integers.
         is_data: whether the lists must have one shape for all masks that differ only by numbers.
     """
-    # XLA moves what all columns share out of a loop; with one column, both loops would compute it in each row.
+    # One column: one loop for FULL and PARTIAL. XLA hoists work out of each loop, and two would repeat it in each row.
     is_single = coverage.shape[-1] == 1
     if not isinstance(coverage, np.ndarray):
         schedule = _traced(coverage.clip(max=int(Coverage.PARTIAL)) if is_single else coverage)
@@ -70,7 +70,7 @@ def tile_schedule(coverage: Array, is_data: bool = False) -> NativeTileSchedule:
     if not is_data:
         return schedule
     tiles, active = coverage.shape[1] * coverage.shape[2], schedule.columns.shape[1]
-    # Above, a power of two, since lists of all tiles would grow with T · S.
+    # Longer lists have a power of two of entries: with room for every tile they would grow with T · S.
     size = tiles if tiles <= _MAX_DENSE else max(_MAX_DENSE, 1 << (active - 1).bit_length())
     columns = np.zeros((len(schedule.columns), size), np.int32)  # faster than `np.pad`
     columns[:, :active] = schedule.columns

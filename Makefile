@@ -30,7 +30,7 @@ PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
-	@command -v "$(PYTHON)" >/dev/null || { echo "attnops needs Python 3.11 or newer, and $(PYTHON) is not here; say which with make PYTHON=..." >&2; exit 1; }
+	@command -v "$(PYTHON)" >/dev/null || { echo "attnops needs Python 3.11 or newer, and $(PYTHON) is not here; choose one with make PYTHON=..." >&2; exit 1; }
 	@"$(PYTHON)" tools/preflight.py $(VENV)
 	"$(PYTHON)" -m venv $(VENV)
 	$(PIP) "hatchling>=1.26" editables

@@ -30,7 +30,7 @@ def test_an_old_python_is_named(preflight: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(preflight.sys, "version_info", (3, 9, 18))
     (line,) = preflight.lacking(".venv")
     assert line.startswith("attnops needs Python 3.11 or newer, but ")
-    assert line.endswith(" is 3.9; say which with make PYTHON=...")
+    assert line.endswith(" is 3.9; choose one with make PYTHON=...")
 
 
 def test_a_full_disk_and_a_missing_venv_are_a_line_each(

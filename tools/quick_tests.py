@@ -60,16 +60,16 @@ def collect() -> list[pytest.Item]:
     Raises:
         SystemExit: they can't be collected.
     """
-    found = Collected()
+    collected = Collected()
     installed = [name for _, package, name in BACKENDS.values() if importlib.util.find_spec(package)]
     installed += [name.partition("::")[0] for package, name in KINDS.values() if importlib.util.find_spec(package)]
     quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
     options = ["--collect-only", "-m", "not slow and not exhaustive", *quiet]
     if pytest.main(
-        [*options, "--rootdir", str(ROOT), *(str(ROOT / name) for name in dict.fromkeys(installed))], [found]
+        [*options, "--rootdir", str(ROOT), *(str(ROOT / name) for name in dict.fromkeys(installed))], [collected]
     ):
         raise SystemExit("the quick tests can't be collected: see `pytest --collect-only`")
-    return found.items
+    return collected.items
 
 
 def features_of(item: Any) -> Iterable[str]:
@@ -82,12 +82,12 @@ def features_of(item: Any) -> Iterable[str]:
 
 def covered(items: Iterable[Any]) -> dict[str, dict[str, pytest.Item]]:
     """The first test of each feature, by operation."""
-    found: dict[str, dict[str, pytest.Item]] = {name: {} for name in BACKENDS}
+    first: dict[str, dict[str, pytest.Item]] = {name: {} for name in BACKENDS}
     for item in items:
         operation = getattr(item.cls, "operation", None)
-        for feature in features_of(item) if operation in found else ():
-            found[operation].setdefault(feature, item)
-    return found
+        for feature in features_of(item) if operation in first else ():
+            first[operation].setdefault(feature, item)
+    return first
 
 
 def missing(items: list[pytest.Item]) -> list[str]:
@@ -95,11 +95,11 @@ def missing(items: list[pytest.Item]) -> list[str]:
     from attnops_testing.features import FEATURES
     from attnops_testing.pairs import changing
 
-    found = covered(items)
+    first = covered(items)
     lacks = []
     for operation, (backend, package, _) in BACKENDS.items():
-        # The plain problem is in float32, and so is every other.
-        without = [name for name in FEATURES if name in changing() and name not in found[operation]]
+        # Features that change nothing, such as float32, are those of every problem.
+        without = [name for name in FEATURES if name in changing() and name not in first[operation]]
         if importlib.util.find_spec(package) and without:
             lacks.append(f"{backend}: {', '.join(without)}")
     ids = [item.nodeid for item in items]
@@ -113,11 +113,11 @@ def table(items: list[pytest.Item]) -> str:
     """Markdown: a row for each feature, with its test and its state on each backend."""
     from attnops_testing.pairs import changing
 
-    found = covered(items)
-    shown = {name: backend for name, (backend, _, _) in BACKENDS.items() if found[name]}
+    first = covered(items)
+    shown = {name: backend for name, (backend, _, _) in BACKENDS.items() if first[name]}
     lines = [f"| feature | {' | '.join(shown.values())} | test |", f"|---{'|---' * (len(shown) + 1)}|"]
     for feature in changing():
-        tests = {name: found[name][feature] for name in shown if feature in found[name]}
+        tests = {name: first[name][feature] for name in shown if feature in first[name]}
         cells = []
         for name in shown:
             refuses = getattr(tests[name], "cls").refuses if name in tests else ()  # noqa: B009

@@ -150,7 +150,7 @@ def test_a_factory_without_arguments_shows_a_call_that_works(name):
 
 @pytest.mark.parametrize("name", NAMES_FACTORIES)
 def test_a_list_is_not_taken_for_a_name(name):
-    with pytest.raises(ValueError, match="each a string of its own"):
+    with pytest.raises(ValueError, match="each a separate string"):
         get_gradient_checkpoint_policy(name, (OUTPUT_NAME, LOGSUMEXP_NAME))
 
 

@@ -28,7 +28,7 @@ _NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap
 
 
 class Dimensions(NamedTuple):
-    """The dimensions of a call; see `AttentionRequest`."""
+    """The dimensions of a call: batch, query length, query heads, head_dim, key length, kv heads, value head_dim."""
 
     B: int
     T: int
@@ -55,7 +55,7 @@ def bind_attention(
         key: [B, S, K, D], or [B, K, S, D] in the layout "BHTD".
         value: [B, S, K, Dv], or [B, K, S, Dv] in the layout "BHTD".
         options: the options by name; None means not set, and so does False for a flag.
-        parts: the number of sequence shards of queries, and of keys. The arrays are one shard; the options and the
+        parts: the number of sequence shards (query, key). The arrays are one shard; the options and the
             request are for all of them.
 
     Raises:
@@ -106,7 +106,7 @@ def shapes_of(call: Call) -> tuple[Aval, Aval, Aval]:
 def bind_options(
     metadata: OperationMetadata, dimensions: Dimensions, dtypes: tuple[str, str, str], options: dict[str, Any]
 ) -> tuple[AttentionRequest, dict[str, Any]]:
-    """The request of a call, and those of its options that are set, checked and bound; see `bind_attention`."""
+    """The request of a call, and its options that are set, checked and bound as by `bind_attention`."""
     B, T, H, D, S, K, Dv = dimensions
     scores = (B, H, T, S)
     mode = resolve_mode(metadata, T, options.pop("mode", None))
@@ -237,7 +237,7 @@ def check_own_array(name: str, x: Aval) -> None:
     except TypeError:
         kind = f"{type(x).__module__}.{type(x).__name__}"
         raise ValueError(
-            f"{name} is a {kind}, but must be an array of JAX or numpy; convert it, by jnp.from_dlpack or np.asarray"
+            f"{name} is a {kind}, but must be an array of JAX or numpy; convert it with jnp.from_dlpack or np.asarray"
         ) from None
 
 
@@ -280,7 +280,7 @@ def bind_bias(bias: object, scores: tuple[int, int, int, int]) -> jax.Array | Bi
 def _sinks(sinks: object, heads: int) -> jax.Array:
     shape = tuple(getattr(sinks, "shape", ()))
     if shape != (heads,):
-        raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit a head")
+        raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit per head")
     check_own_array("sinks", sinks)
     _check_floating("sinks", sinks, "cast it")
     return jnp.asarray(sinks)

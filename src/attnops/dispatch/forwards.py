@@ -52,24 +52,24 @@ def keyword_options(function: Function) -> frozenset[str]:
 
 
 def check_named(function: Function, options: Mapping[str, object]) -> None:
-    """Raise a `TypeError` for an option that a function does not name, as Python does where it names all one by one."""
+    """Raise a `TypeError` for an option that a function does not name, as Python does for named parameters."""
     if unknown := options.keys() - keyword_options(function):
         named = sorted(keyword_options(function))
         raise TypeError(f"{function.__qualname__} has no option {sorted(unknown)[0]!r}; it has {named}")
 
 
 def _unpacked(function: Function, annotation: object) -> Iterable[str]:
-    """The keys of ``Unpack[a TypedDict]``, of typing or typing_extensions; none of another annotation."""
+    """The keys of ``Unpack[a TypedDict]``, of typing or typing_extensions; none for other annotations."""
     annotation = _evaluated(function, annotation)
     if not str(typing.get_origin(annotation)).endswith(".Unpack"):
         return ()
     options: Any = _evaluated(function, typing.get_args(annotation)[0])
-    keys: Any = typing.get_origin(options) or options  # of a generic one
+    keys: Any = typing.get_origin(options) or options  # a generic TypedDict has the origin
     return keys.__required_keys__ | keys.__optional_keys__
 
 
 def _evaluated(function: Function, annotation: object) -> object:
-    """An annotation that may be text, as of a module with `from __future__ import annotations`."""
+    """An annotation, evaluated if it is text, as in modules with `from __future__ import annotations`."""
     text = getattr(annotation, "__forward_arg__", annotation)
     if not isinstance(text, str):
         return annotation

@@ -47,7 +47,7 @@ class BaseOperation(abc.ABC):
     A subclass implements `forward_native` and may override `forward_cpu`, `forward_gpu`, `forward_cuda`,
     `forward_rocm`, `forward_tpu` and `forward_tt`. One that is not overridden falls back: cuda and rocm to gpu, the
     rest to native. A forward receives only the options that the caller set; an option that its signature does not name
-    is a reason not to run it. ``**options: Unpack[AttentionOptions]`` names all of attention, ``**kwargs`` none.
+    is a reason not to run it. ``**options: Unpack[AttentionOptions]`` names all options of attention, ``**kwargs`` none.
 
     Class attributes:
         priority: if several classes serve one name on one platform, the highest is picked; `auto` breaks ties inside
@@ -57,7 +57,7 @@ class BaseOperation(abc.ABC):
             lists it. The core's operations declare it, and their subclasses inherit it. None: something else.
         reads: the fields of the metadata that its forwards read, in addition to ``mode``, ``platform``,
             ``on_unsupported`` and ``interpret``, which the dispatcher reads. A field that is set and not read is a
-            reason.
+            reason to refuse a call.
         limits: the limits of each forward ("native", "cpu", "gpu", "cuda", "rocm", "tpu", "tt"). An inherited forward
             has its base class's limits, unless the class declares others.
     """
@@ -137,16 +137,16 @@ class BaseOperation(abc.ABC):
         return ()
 
     def details(self, request: Request) -> Iterable[str]:
-        """Lines that `attnops.explain` prints of how this platform's own forward serves a request without reasons.
+        """Lines for `attnops.explain` on how this platform's own forward serves a request that it can serve.
 
-        Such as which of several kernels runs, and why not a faster one. Traces nothing.
+        They say, for example, which of several kernels runs, and why not a faster one. Traces nothing.
         """
         return ()
 
     def environment_key(self) -> Hashable:
         """All that `unsupported` depends on other than request and metadata, as part of a cache key.
 
-        Such as the device that is compiled for. Called for every call, so that it must be cheap.
+        An example is the device to compile for. Called for every call, so it must be cheap.
         """
         return None
 
@@ -159,8 +159,8 @@ class BaseOperation(abc.ABC):
         """Run the forward for the platform of the call.
 
         Args:
-            *args: of the forward.
-            **kwargs: options, and arguments of the forward by the names that `forward_native` gives them. ``mode`` is
+            *args: the forward's positional arguments.
+            **kwargs: options, and positional arguments by the names that `forward_native` gives them. ``mode`` is
                 the runtime mode: None for the metadata's, else train.
 
         Raises:
@@ -174,10 +174,10 @@ class BaseOperation(abc.ABC):
         return self.run(self.prepare(*args, **kwargs))
 
     def request(self, *args: PyTree, **kwargs: PyTree) -> Request:
-        """The static description of a call with these arguments, which `attnops.explain` takes. Runs nothing.
+        """The static description of a call with these arguments, for `attnops.explain`. Runs nothing.
 
-        Any array may be a `jax.ShapeDtypeStruct` instead, which has no platform: then it is the metadata's, or the
-        default backend's.
+        Any array may be a `jax.ShapeDtypeStruct` instead; it does not determine the platform, which is then the
+        metadata's, or the default backend's.
 
         Raises:
             ValueError: the arguments fit no implementation.
@@ -226,8 +226,8 @@ class BaseOperation(abc.ABC):
         try:
             result = self._run(forward, call)
         except UnsupportedError as error:  # raised by a forward while it is traced
-            may = forward != "native" and self.metadata.on_unsupported == "native"
-            if not may or self.reasons_for("native", call.request):
+            may_fall_back = forward != "native" and self.metadata.on_unsupported == "native"
+            if not may_fall_back or self.reasons_for("native", call.request):
                 raise
             what = "; ".join(map(str, error.reasons)) or str(error)
             result = self._run("native", call)

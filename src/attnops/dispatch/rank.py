@@ -42,7 +42,7 @@ class Rank(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class RankBetween:
-    """A rank of a plugin's own, between two that follow one another.
+    """A plugin's rank between two consecutive ranks.
 
     ::
 
@@ -54,7 +54,7 @@ class RankBetween:
         reason: why an implementation has this rank, in a sentence.
 
     Raises:
-        ValueError: they are not ranks that follow one another, or there is no reason.
+        ValueError: the ranks are not consecutive, or there is no reason.
     """
 
     better: Rank
@@ -66,7 +66,7 @@ class RankBetween:
         if self.better not in ranks or self.worse not in ranks or self.worse.place != self.better.place + 1:
             names = [rank.name for rank in ranks]
             raise ValueError(
-                f"better={self.better!r} and worse={self.worse!r} must be ranks that follow one another, of {names}"
+                f"better={self.better!r} and worse={self.worse!r} must be consecutive ranks, of {names}"
             )
         if not isinstance(self.reason, str) or not self.reason.strip():
             raise ValueError(f"reason={self.reason!r} must say why, in a sentence: attnops.explain prints it")
@@ -78,7 +78,7 @@ class RankBetween:
 
     @property
     def place(self) -> float:
-        """Its place in the order, see `Rank.place`."""
+        """Its place in the order, halfway between those of its neighbours."""
         return self.better.place + 0.5
 
     def __str__(self) -> str:

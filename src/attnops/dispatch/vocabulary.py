@@ -80,11 +80,11 @@ _HERE: Final = {
 
 
 def hint(option: str, known: Iterable[str]) -> str:
-    """What to write instead of an unknown option; empty where nothing is near.
+    """What to write instead of an unknown option; empty if nothing is similar.
 
     Args:
-        option: its name.
-        known: the options that there are.
+        option: the unknown option's name.
+        known: the names of the known options.
     """
     if (here := _HERE.get(option)) is not None:
         return f"write {here}"

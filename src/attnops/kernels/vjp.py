@@ -88,7 +88,7 @@ class FlashKernel(abc.ABC):
         return lse, lse_residual
 
     def bias_arrays(self, arrays: PyTree) -> PyTree:
-        """The arrays of the bias, whose gradients are computed only if they are needed, since they cost a kernel."""
+        """The bias's arrays; their gradients need a separate kernel, and are computed only if they are needed."""
         return arrays.bias, arrays.table, arrays.array
 
     def row_sums(self, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Tiles of queries by tiles of keys, and what interval arithmetic tells of each: empty, partial or full."""
+"""Tiles of queries by tiles of keys, and what interval arithmetic tells about each: empty, partial or full."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Coverage(enum.IntEnum):
 
 
 class CoverageBounds(NamedTuple):
-    """What is certain of the `Coverage` of each tile of a grid: three-valued logic as two booleans per tile.
+    """What is certain about the `Coverage` of each tile of a grid: three-valued logic as two booleans per tile.
 
     Both arrays broadcast to [B, H, tiles of q, tiles of kv].
 

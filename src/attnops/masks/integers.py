@@ -45,9 +45,9 @@ def as_limits(name: str, values: Leaf) -> Leaf:
         ValueError: they are not integers.
     """
     check_integers(name, values)
-    held = np.iinfo(values.dtype)
+    bounds = np.iinfo(values.dtype)
     xp = numpy_of(values)
-    return xp.clip(values, max(-LARGEST, int(held.min)), min(LARGEST, int(held.max))).astype(np.int32)
+    return xp.clip(values, max(-LARGEST, int(bounds.min)), min(LARGEST, int(bounds.max))).astype(np.int32)
 
 
 def clip_limit(value: int) -> int:
@@ -58,7 +58,7 @@ def clip_limit(value: int) -> int:
 def clip_offset(value: Leaf) -> Leaf:
     """An offset, an int or int32, clipped so that adding an index does not overflow int32.
 
-    What is clipped of a known offset is added to limits instead, see `excess`; of a traced offset it is lost.
+    For a known offset, the `excess` that is clipped off is added to limits instead; for a traced one it is lost.
     """
     if isinstance(value, int):
         return max(-_FARTHEST_OFFSET, min(value, _FARTHEST_OFFSET))
@@ -195,7 +195,7 @@ def _renumbered(ids: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
 
 
 def is_known(values: Leaf) -> bool:
-    """Whether the numbers of an array can be read here, when tracing too."""
+    """Whether the values of an array can be read here, even while tracing."""
     if isinstance(values, jax.Array):
         return not isinstance(values, jax.core.Tracer) and values.is_fully_addressable
     return isinstance(values, (np.ndarray, np.generic))
@@ -219,7 +219,7 @@ def extent(values: Leaf) -> tuple[int, int]:
 
 
 def _like(values: Leaf, host: Leaf) -> Leaf:
-    """A host array as the kind of array that ``values`` is: numpy's or JAX's."""
+    """A numpy array as a JAX array if ``values`` is one, else unchanged."""
     return jnp.asarray(host) if isinstance(values, jax.Array) else host
 
 
@@ -268,7 +268,7 @@ def farthest(q: Leaf, edge: Leaf) -> Leaf:
 
 
 def near(edge: Leaf) -> Leaf:
-    """An edge clipped to ±`FAR`; indices can't tell the difference."""
+    """An edge clipped to ±`FAR`, which changes no comparison with differences of indices."""
     if isinstance(edge, int):
         return max(-FAR, min(edge, FAR))
     return numpy_of(edge).clip(edge, -FAR, FAR)

@@ -36,14 +36,14 @@ class MaskStructure:
         band: the (lowest, highest) ``i - j`` at which query i sees key j, both included, None where there is no limit:
             (0, None) is causal, (0, 4095) causal with a window of 4,096 keys, (None, None) no band. i and j are
             indices, with the mask's offset accounted for, and a limit that no pair of the call reaches is None.
-        segments: whether tokens also see those of their own segment only.
+        segments: whether tokens see only tokens of their own segment.
         rest: the kinds of all other masks, such as ``{"KeyPadding"}`` or ``{"|", "Causal", "Dense"}``, and windows
             that are traced, or vary by batch or head. Empty for none.
         by_batch: whether it may vary by batch.
         by_head: whether it may vary by head.
         static: whether it is known when tracing: it has no JAX array.
-        may_have_fully_masked_tokens: whether some queries may see no key, or some keys be seen by no query; such tokens
-            may hold anything, NaN too. False is certain.
+        may_have_fully_masked_tokens: whether a query may see no key, or no query may see some key; such tokens may hold
+            any value, even NaN. False is certain.
     """
 
     band: Limits = _EVERYTHING
@@ -202,7 +202,7 @@ def structure(mask: Mask, T: int, S: int) -> MaskStructure:
 
 
 def _conjuncts(mask: Mask) -> Iterator[Mask]:
-    """The masks whose conjunction this mask is."""
+    """The masks of which this mask is the conjunction."""
     match mask:
         case And(left=left, right=right):
             yield from _conjuncts(left)
@@ -253,7 +253,7 @@ def _intersection(a: Limits, b: Limits) -> Limits:
 
 
 def _union(a: Limits, b: Limits) -> Limits | None:
-    """The union of two bands; None where it is no band, since there is a gap between them."""
+    """The union of two bands; None if it is not a band, since there is a gap between them."""
     if _is_empty(a) or _is_empty(b):
         return b if _is_empty(a) else a
     for (_, high), (low, _) in ((a, b), (b, a)):
@@ -265,7 +265,7 @@ def _union(a: Limits, b: Limits) -> Limits | None:
 
 
 def _complement(band: Limits) -> Limits | None:
-    """The complement of a band; None where it is no band, since it lies on both sides."""
+    """The complement of a band; None if it is not a band, since it lies on both sides."""
     low, high = band
     if _is_empty(band):
         return _EVERYTHING

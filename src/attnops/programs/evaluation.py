@@ -27,7 +27,7 @@ ELEMENTWISE: Final = frozenset({
 
 
 class _Value(NamedTuple):
-    """A variable on arrays.
+    """The value of a variable, elementwise over the arguments.
 
     Attributes:
         array: has the variable's shape; if it varies, preceded by the arguments' shape, each dimension 1 or all.

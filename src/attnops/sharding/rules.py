@@ -134,9 +134,9 @@ class AxisRules:
         Args:
             axes: the semantic axis of each dimension, a `DynamicShardingAxes`, or a class of them such as
                 `attnops.sharding.compat.AttnQSharding`.
-            shape: the array's.
-            mesh: to correct the spec for.
-            mode: the runtime mode; None for that of ``axes``, or for train where ``axes`` are a sequence.
+            shape: the array's shape.
+            mesh: the mesh to correct the spec for.
+            mode: the runtime mode; None: that of ``axes``, or train if ``axes`` is a sequence.
 
         Raises:
             ValueError: an axis or a mode is unknown, or the mode depends on a dimension and ``shape`` is not given.

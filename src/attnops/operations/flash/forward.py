@@ -34,8 +34,8 @@ class KeyValue(NamedTuple):
     Attributes:
         key: [P, bk, D].
         value: [P, bk, Dv].
-        key_scale: what keys are still to be multiplied by, float32, broadcasts to [P, bk]; None for 1.
-        value_scale: what values are still to be multiplied by, float32, broadcasts to [P, bk]; None for 1.
+        key_scale: the factor that keys still lack, float32, broadcasts to [P, bk]; None for 1.
+        value_scale: the factor that values still lack, float32, broadcasts to [P, bk]; None for 1.
     """
 
     key: jax.Array
@@ -59,7 +59,7 @@ def from_arrays(plan: NativePlan, key: jax.Array, value: jax.Array) -> LoadKeyVa
 
 
 class _Softmax(NamedTuple):
-    """The state of online softmax. Its order is the loop's carry, in which XLA's CPU backend is fastest.
+    """The state of online softmax, the loop's carry; XLA's CPU backend is fastest with this order of fields.
 
     Attributes:
         acc: [P, R, Dv], the sum of exp(score − m) · value.
@@ -88,14 +88,14 @@ def forward(
         load_key_value: loads a tile of keys and values.
         arrays: the arrays of the call's options.
         schedule: the active tiles, by tiles of queries.
-        of_rows: whether rows are packed, and each tile of keys is of one row: then a value that is not finite reaches
-            no query of another row.
+        of_rows: whether rows are packed and each tile of keys belongs to one row: a value that is not finite then
+            reaches no query of another row.
     """
     scoring = plan.scoring
     out_dtype = jnp.dtype(jnp.float32) if plan.is_partial else query.dtype
     q = pack(query, plan.nq * plan.bq)
     sinks = None if arrays.sinks is None else _sinks_of_rows(plan, arrays.sinks)
-    # Without cap and bias, the scale's residual is multiplied in by the exponential alone: one product less per score.
+    # Without cap and bias, the scale's residual is applied inside the exponential: one product less per score.
     numbers = numbers_of(scoring, arrays)
     score_unit = 1.0 if scoring.has_cap_or_bias or numbers.scale_residual is None else numbers.scale_residual
 

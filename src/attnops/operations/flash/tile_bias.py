@@ -38,7 +38,7 @@ class TileBias(abc.ABC):
 
     @abc.abstractmethod
     def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
-        """``gradients``, of the leaves, with those of a tile's slices added."""
+        """``gradients`` of the leaves, plus those of a tile's slices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ArrayTiles(TileBias):
 class DistanceTiles(TileBias):
     """A bias by head and distance: a table [H, T + S − 1 and padding], of which a tile needs a slice [H, bq + bk].
 
-    The tile is a Toeplitz matrix of the slice, which is made by copying alone, see `_toeplitz`.
+    The tile is a Toeplitz matrix of the slice, made by copying without a gather (`_toeplitz`).
     """
 
     def load(self, plan: NativePlan, leaves: Leaves, index: NativeTileIndex) -> Leaves:
@@ -117,7 +117,7 @@ class ScoreTiles(TileBias):
     Leaves that are not floating-point, such as ids, are constants: their gradient is None.
 
     Attributes:
-        tree: the structure of a bound `Bias`, which the leaves are of.
+        tree: the structure of the bound `Bias` that has the leaves.
     """
 
     tree: PyTreeDef
@@ -167,7 +167,7 @@ def bias_leaves(plan: NativePlan, bias: jax.Array | Bias) -> Leaves:
 def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """[..., rows + columns] to [..., rows, columns]: element (i, j) is ``x[j − i + rows − 1]``.
 
-    ``x``, of n elements, is repeated and cut into rows of n − 1, each of which starts one element further back.
+    ``x`` of n elements is repeated and split into rows of n − 1, each of which starts one element further back.
     """
     *lead, n = x.shape
     # Row 0, column 0 first; the elements before it come last, where the rows below read them.

@@ -47,7 +47,7 @@ class OperationOutput:
         """The inverse of `to_dict`. Fields left out are None.
 
         Raises:
-            TypeError: ``data`` has a key that is no field, or lacks ``attention_outputs``.
+            TypeError: ``data`` has a key that is not a field, or lacks ``attention_outputs``.
         """
         return cls(**data)
 

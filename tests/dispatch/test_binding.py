@@ -63,7 +63,7 @@ CASES = {
         "Causal's offset has shape (3,), but must be a number or have shape [B or 1, H or 1]=[2, 4]; give"),
     "a tensor of another library": (
         (Tensor(), K, V), {},
-        "query is a torch.Tensor, but must be an array of JAX or numpy; convert it, by jnp.from_dlpack or np.asarray"),
+        "query is a torch.Tensor, but must be an array of JAX or numpy; convert it with jnp.from_dlpack or np.asarray"),
     "a bias of another library": ((Q, K, V), {"bias": Tensor(1, 1, 5, 7)}, "bias is a torch.Tensor, but must be"),
     "a float64 bias": ((Q, K, V), {"bias": np.zeros((1, 1, 5, 7))}, "bias has dtype float64, but must be"),
     "float64 sinks": ((Q, K, V), {"sinks": np.zeros(4)}, "sinks has dtype float64, but must be float32"),

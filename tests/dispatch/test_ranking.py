@@ -124,8 +124,8 @@ def test_a_rank_of_a_plugin_s_own_lies_between_two_others_and_prints_its_reason(
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ((Rank.KERNEL, Rank.VENDOR_KERNEL, "why"), "must be ranks that follow one another"),
-        ((Rank.VENDOR_KERNEL, Rank.NATIVE, "why"), "must be ranks that follow one another"),
+        ((Rank.KERNEL, Rank.VENDOR_KERNEL, "why"), "must be consecutive ranks"),
+        ((Rank.VENDOR_KERNEL, Rank.NATIVE, "why"), "must be consecutive ranks"),
         ((5, Rank.KERNEL, "why"), "better=5 and worse="),
         ((Rank.VENDOR_KERNEL, Rank.KERNEL, " "), "must say why, in a sentence"),
     ],

@@ -82,7 +82,7 @@ def _wrong_names(loaded: type[BaseOperation]) -> str:
 
 
 def _is_attention(loaded: type[BaseOperation]) -> bool:
-    from attnops.dispatch.attention import OperationImpl  # with the first class, and not with the registry
+    from attnops.dispatch.attention import OperationImpl  # with the first class, not with the registry
 
     return issubclass(loaded, OperationImpl)
 
@@ -107,9 +107,9 @@ def _wrong_attributes(loaded: type[BaseOperation]) -> str:
             return f"has option_axes={axes!r}, which must map options to letters of 'b', 'h', 'k' and '-'"
         from attnops.partition.options import CONTRACT
 
-        own = frozenset().union(*(named_options(loaded, name) for name in (*FORWARDS, "native"))) - CONTRACT
-        if wrong := sorted(set(axes) - own):
-            return f"has option_axes for {wrong}, which must be options of its forwards that the contract has not"
+        own_options = frozenset().union(*(named_options(loaded, name) for name in (*FORWARDS, "native"))) - CONTRACT
+        if wrong := sorted(set(axes) - own_options):
+            return f"has option_axes for {wrong}, which must be options of its forwards that are not in the contract"
     return ""
 
 

@@ -63,7 +63,7 @@ class Candidate:
 
 
 def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
-    """The implementation that `auto` runs: of those that serve the request, the first, see `attnops.dispatch.ranking`.
+    """The implementation that `auto` runs: the first in `order` among those that serve the request.
 
     Raises:
         UnsupportedError: nothing can serve the request, with the reasons of all.
@@ -93,7 +93,7 @@ def all_candidates(request: AttentionRequest, metadata: OperationMetadata) -> It
 
 
 def _considered() -> Iterator[tuple[Plugin, type[OperationImpl] | None]]:
-    """The plugins that `auto` considers, each class once; None for one that has no class."""
+    """The plugins that `auto` considers, each class once; None for a plugin without a class."""
     seen = set()
     for plugin in OperationRegistry.plugins(load=True):
         cls = plugin.operation_class
@@ -124,7 +124,7 @@ def _environment_key(operation: BaseOperation) -> Hashable:
 
 @functools.lru_cache(maxsize=256)
 def _operations(metadata: OperationMetadata, generation: int) -> tuple[BaseOperation, ...]:
-    """The operations that `auto` considers, those left out that can't be made: `pick` reports them."""
+    """The operations that `auto` considers, except those that can't be made, which `pick` reports."""
     operations = []
     for _, cls in _considered():
         if cls is not None:

@@ -33,8 +33,8 @@ ELSEWHERE: Final = {"ring": "attnops-ring"}
 class OperationRegistry:
     """Finds, registers and creates operations by name. All methods are thread-safe.
 
-    A name is an operation's (``"flash"``), for which the class that serves the platform is picked; or canonical
-    (``"attnops-tpu:flash"``), which always selects that class.
+    A name is an operation's (``"flash"``), which selects the class that serves the platform, or canonical
+    (``"attnops-tpu:flash"``), which selects that class on every platform.
     """
 
     _lock: threading.RLock = threading.RLock()
@@ -154,8 +154,8 @@ class OperationRegistry:
     def create(cls, impl_name: str, metadata: OperationMetadata | None = None) -> BaseOperation:
         """Create an operation by name. Imports the distributions that have it; for ``"auto"`` all that have operations.
 
-        Create operations outside of `jax.jit`: if a plugin's import makes a context of JAX (not
-        an `attnops.kernels.TraceContext`), functions that were traced before, or are being traced, are traced and
+        Create operations outside of `jax.jit`: if a plugin's import creates a context of JAX other than
+        an `attnops.kernels.TraceContext`, functions that were traced before, or are being traced, are traced and
         compiled again.
 
         Args:
@@ -215,7 +215,7 @@ class OperationRegistry:
     def _forget(cls) -> None:
         cls._picked.clear()
         cls._generation += 1
-        from attnops.partition.program import forget_programs  # of attention on meshes, which may never be imported
+        from attnops.partition.program import forget_programs  # for attention on meshes, and else never imported
 
         forget_programs()
 

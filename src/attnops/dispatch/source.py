@@ -1,13 +1,13 @@
-"""Source: keys and values that something holds, such as a cache, in a call where key and value stand.
+"""Source: an object that holds keys and values, such as a cache, and is passed in place of key and value.
 
 ``op(query, source, **options)`` asks the source to describe the call, decides by the description which forward serves
-it, and has the source run that forward. The dispatcher knows no more of it: attnops-caches is one implementation.
+it, and has the source run that forward. The dispatcher knows nothing else about it: attnops-caches is one implementation.
 
 1. `Source.bind` checks the arguments, and returns a `Call` whose arguments are (query, source) and whose request has a
    `SourceRequest`.
 2. `SourceRequest.reasons` says why a forward can't serve the request. It is asked for each candidate of `auto`.
-3. `Source.run` runs the forward that was decided on, by what the operation's class declares in ``readers``, or by the
-   operation itself on arrays.
+3. `Source.run` runs the forward that was decided on, with the reader that the operation's class declares in ``readers``,
+   or on arrays.
 4. `Source.step` appends tokens and attends, for `OperationImpl.step`.
 """
 
@@ -55,7 +55,7 @@ class SourceRequest(abc.ABC):
 
     @abc.abstractmethod
     def reasons(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
-        """Why a forward of an operation can't serve the request, in any way. Traces nothing.
+        """Why a forward of an operation can't serve the request, in place or on arrays. Traces nothing.
 
         `OperationImpl.own_reasons` has those of the forward's limits and of ``unsupported``.
         """
@@ -66,7 +66,7 @@ class SourceRequest(abc.ABC):
 
 
 class Source(abc.ABC):
-    """Keys and values that something holds. A pytree, so that it passes through `jax.jit`.
+    """An object that holds keys and values. A pytree, so that it passes through `jax.jit`.
 
     Class attributes:
         options: the names of the options of a call that only this source has, such as ``{"query_lengths"}``.
@@ -79,9 +79,9 @@ class Source(abc.ABC):
         """Check the arguments of ``operation(query, self, **options)``, and describe the call.
 
         Args:
-            operation: its metadata has the layout of the query, and the defaults of options.
-            query: as the caller gives it.
-            options: those that the caller gives, None for those not set.
+            operation: the operation; its metadata has the layout of the query and the defaults of options.
+            query: the query, in the layout that the caller gives.
+            options: the caller's options; None for those not set.
 
         Returns:
             A call with the arguments (query [B, T, H, D], source), the options that are set, and a request with

@@ -74,7 +74,7 @@ class _Positional(Mask):
         return type(self)(**numbers)
 
     def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
-        """The limits that mean the same with the clipped offset as these with the offset, known when tracing."""
+        """Limits that, with the clipped offset, equal these limits with ``offset``, which is known when tracing."""
         return {}
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
@@ -113,7 +113,7 @@ def _number(name: str, value: Leaf, B: int, H: int) -> Leaf:
     if isinstance(value, int) and not isinstance(value, bool):
         return clip_limit(value)
     if hasattr(value, "dimension_as_value"):
-        return jnp.asarray(value, np.int32)  # of symbolic lengths
+        return jnp.asarray(value, np.int32)  # computed from symbolic lengths
     if not hasattr(value, "shape") or np.dtype(value.dtype).kind not in "iu":
         raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")
     value = as_limits(name, value)
@@ -122,7 +122,7 @@ def _number(name: str, value: Leaf, B: int, H: int) -> Leaf:
     if len(value.shape) != 2 or any(size not in (1, full) for size, full in zip(value.shape, (B, H), strict=True)):
         raise ValueError(
             f"{name} has shape {value.shape}, but must be a number or have shape [B or 1, H or 1]=[{B}, {H}]; give "
-            f"one a batch as x[:, None], one a head as x[None]"
+            f"one per batch as x[:, None], one per head as x[None]"
         )
     return value
 
@@ -279,7 +279,7 @@ class SlidingWindow(_Band):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Chunked(_Positional):
-    """Positions are divided into chunks, and each query sees the keys of its own: ``i // size == j // size``.
+    """Positions are divided into chunks, and each query sees the keys of its own chunk: ``i // size == j // size``.
 
     ::
 

@@ -24,14 +24,14 @@ class AutoAttention(VanillaAttention):
     """Runs, for each call, the installed implementation that serves it best; `attnops.explain` says which and why.
 
     Only implementations that declare ``computes = "attention"`` and serve the request on the forward meant for the
-    platform are considered. Each states by ``rank`` how good a choice it is, see `attnops.dispatch.ranking`.
+    platform are considered. The ``rank`` of each says how good a choice it is; the first in `attnops.Rank` runs.
     """
 
     def __init__(self, metadata: OperationMetadata | None = None) -> None:
         super().__init__(metadata)
-        if not is_loading():  # a plugin's own import, which is not done
+        if not is_loading():  # not while a plugin is being imported
             # Now, and not in the first call, which may be traced: an import may change what JAX's caches are keyed by.
-            environment_keys(self.metadata, OperationRegistry.generation())  # has each operation made
+            environment_keys(self.metadata, OperationRegistry.generation())  # creates each operation
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:

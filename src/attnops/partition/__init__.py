@@ -1,6 +1,6 @@
 """A call under a mesh: one `jax.shard_map` over batch and heads, with masks and biases sharded to match.
 
-Listed here is what operations that also shard the sequence use, such as `ring` of attnops-ring.
+``__all__`` is for operations that also shard the sequence, such as `ring` of attnops-ring.
 """
 
 from attnops.partition.boundary import Boundary

@@ -23,8 +23,8 @@ class Shard(NamedTuple):
     Attributes:
         b: its first batch index, an integer array [].
         h: its first query head, an integer array [].
-        batches: how many of the batch it has.
-        heads: how many query heads it has.
+        batches: its number of batch indices.
+        heads: its number of query heads.
     """
 
     b: Index
@@ -47,7 +47,7 @@ def specs_of(value: Leaf, spec_of: SpecOf) -> Leaf:
     if not isinstance(value, (Mask, Bias)):
         return spec_of(value.shape, "bhts") if hasattr(value, "shape") else value
     if value.axes is None:
-        # It is evaluated at indices of the whole call, so that all its arrays are replicated, those inside it too.
+        # It is evaluated at indices of the whole call, so all its arrays, nested ones too, are replicated.
         return jax.tree.map(lambda x: PartitionSpec(), value)
 
     def inner(name: str, x: Leaf) -> Leaf:

@@ -26,7 +26,7 @@ class Bound(NamedTuple):
     """A function as a program.
 
     Attributes:
-        program: takes the indices (and scores), followed by the data.
+        program: its inputs are the indices (and scores), followed by the data.
         data: the function's arguments and the arrays that it closes over.
     """
 
@@ -101,8 +101,8 @@ def as_data(name: str, args: Leaf) -> Leaf:
             raise ValueError(f"{name} hold {x!r} of type {type(x).__name__}, but must be arrays or numbers")
         narrow = jax.dtypes.canonicalize_dtype(known.dtype)
         if known.dtype.kind in "iu" and known.size:
-            held = np.iinfo(narrow)
-            if known.min() < held.min or known.max() > held.max:
+            bounds = np.iinfo(narrow)
+            if known.min() < bounds.min or known.max() > bounds.max:
                 raise ValueError(
                     f"{name} hold integers from {known.min()} to {known.max()}, but must fit {narrow}: subtract their "
                     f"least, or set jax_enable_x64"

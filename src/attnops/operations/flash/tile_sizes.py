@@ -31,10 +31,10 @@ class NativeTileSizes(NamedTuple):
 WIDE: Final = NativeTileSizes(512, 512, 1 << 20)
 WIDE_BFLOAT16: Final = NativeTileSizes(512, 256, 1 << 19)
 
-# Up to so many tokens, a tile may be twice as large as its table row says.
+# Up to this many tokens, a tile may be twice as large as its table row says.
 _SHORT: Final = 256
 
-# Tile sizes are multiples of it: 16 float32 fill the widest vector register.
+# Tile sizes are multiples of this: 16 float32 fill the widest vector register.
 _MULTIPLE: Final = 16
 
 
@@ -52,8 +52,8 @@ def choose_tiles(
         T: queries.
         S: keys.
         groups: query heads per kv head, which share a tile.
-        block_q: queries per tile, of the metadata; None for the table's.
-        block_k: keys per tile, of the metadata; None for the table's.
+        block_q: the metadata's queries per tile; None for the table's.
+        block_k: the metadata's keys per tile; None for the table's.
         row: the table's row.
     """
     # Tiles of more queries than T would compute rows that do not exist: 64 instead of 4 when one token is decoded.

@@ -1,4 +1,4 @@
-"""Names for types of the field that Python's type system can't spell exactly. Imported for type checking alone."""
+"""Names for types that Python's type system can't express exactly. Imported for type checking only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DType: TypeAlias = DTypeLike
 """Whatever `jax.numpy.dtype` accepts."""
 
 Leaf: TypeAlias = Any
-"""A leaf of a pytree: a number, an array, or None. JAX also puts objects of its own there (tracers, shapes, specs)."""
+"""A leaf of a pytree: a number, an array, or None. JAX also puts its own objects there (tracers, shapes, specs)."""
 
 PyTree: TypeAlias = Any
 """A pytree whose structure its caller chooses, or the arguments and results of a function that JAX calls."""

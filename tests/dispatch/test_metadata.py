@@ -151,7 +151,9 @@ def test_a_multimodal_config_is_read_through_its_text_config():
     assert OperationMetadata.from_config(Gemma3Config()) == expected.replace(dropout_prob=0.3)
     assert OperationMetadata.from_config({"text_config": vars(Gemma3TextConfig)}) == expected
     assert OperationMetadata.from_config(Chooses()) == expected
-    with pytest.raises(ValueError, match=r"CanNotChoose has several text configs: .*; pass the one that configures the attention"):
+    with pytest.raises(
+        ValueError, match=r"CanNotChoose has several text configs: .*; pass the one that configures the attention"
+    ):
         OperationMetadata.from_config(CanNotChoose())
 
 

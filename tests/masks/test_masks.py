@@ -368,7 +368,7 @@ def test_a_mask_is_a_pytree_that_compares_by_value():
         (lambda: Causal(offset=1.5).bind(1, 1, 2, 2), "Causal's offset=1.5 must be an int, or an integer array"),
         (
             lambda: Causal(offset=np.zeros(2, int)).bind(2, 2, 2, 2),
-            "give one a batch as x[:, None]",
+            "give one per batch as x[:, None]",
         ),
         (lambda: MaskFn(lambda b, h, q, kv: q * kv).dense(1, 1, 2, 2), "gave dtype int32, but must give booleans"),
         (lambda: Causal().bind(1, 1, 4, 4).coverage((2, 2), (0, 1)), "q_range=(2, 2) must hold at least one index"),

@@ -24,10 +24,10 @@ def decide(operation: BaseOperation, request: Request) -> str:
         UnsupportedError: neither can, or the native one is not allowed; with all reasons.
         PluginError: the operation's class has a fault, see `attnops.dispatch.border`.
     """
-    return _decide(_Asked(operation), request, border.environment_key(operation))
+    return _decide(_OperationKey(operation), request, border.environment_key(operation))
 
 
-class _Asked:
+class _OperationKey:
     """An operation as a cache key, compared by class and metadata: its own ``__eq__`` may be anything."""
 
     __slots__ = ("key", "operation")
@@ -36,15 +36,15 @@ class _Asked:
         self.operation, self.key = operation, (type(operation), operation.metadata)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.key == other.key
+        return isinstance(other, _OperationKey) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
 
 
 @functools.lru_cache(maxsize=4096)
-def _decide(asked: _Asked, request: Request, environment_key: Hashable) -> str:
-    operation = asked.operation
+def _decide(operation_key: _OperationKey, request: Request, environment_key: Hashable) -> str:
+    operation = operation_key.operation
     forward = forward_for(type(operation), request.platform)
     reasons = operation.reasons_for(forward, request)
     if not reasons:

@@ -133,7 +133,9 @@ class Limits:
             reasons.append(Reason(arguments, dtype, f"must be one of {sorted(self.dtypes)}", todo))
         if self.same_dtype and len(set(dtypes)) > 1:
             who = "query, key and value" if is_attention else "floating-point arguments"
-            reasons.append(Reason("dtypes", "/".join(dtypes), f"{who} must share one dtype", todo.replace("it", "them", 1)))
+            reasons.append(
+                Reason("dtypes", "/".join(dtypes), f"{who} must share one dtype", todo.replace("it", "them", 1))
+            )
         return reasons
 
     def symbolic_reasons(self, request: Request) -> list[Reason]:

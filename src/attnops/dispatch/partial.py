@@ -1,4 +1,4 @@
-"""PartialAttention: attention over some of a softmax's keys, as operations that exchange keys need it."""
+"""PartialAttention: attention over some of a softmax's keys, for operations that exchange keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PartialAttention(BaseOperation):
-    """The methods of `attnops.OperationImpl` for a part of the keys."""
+    """The methods of `attnops.OperationImpl` that attend to some of the keys."""
 
     def partial(self, query: ArrayLike, key: ArrayLike, value: ArrayLike, **options: object) -> PartialSoftmax:
         """Attention over some of a softmax's keys, to be merged with others by `attnops.softmax.merge`.
@@ -37,9 +37,9 @@ class PartialAttention(BaseOperation):
                 `__call__`, for these keys. Sinks belong to all keys together: see `attnops.softmax.with_sinks`.
 
         Returns:
-            A result in float32 for any dtype of the query. An implementation without partial softmaxes of its own
-            computes it from its output and logsumexp, so that rounding the logsumexp (1e-4 where scores are 1e3) is
-            an error of the weights.
+            A result in float32 for any dtype of the query. An implementation without partial softmaxes
+            computes it from its output and logsumexp, so that the rounding error of the logsumexp (1e-4 where scores
+            are 1e3) becomes an error of the weights.
 
         Raises:
             ValueError: an option that belongs to all keys together, another layout than "BTHD", or a mesh that shards
@@ -70,7 +70,7 @@ class PartialAttention(BaseOperation):
             lse: over all keys, float32 [B, H, T].
             lse_residual: its rounding error, float32 [B, H, T].
             d: the cotangents of `attnops.softmax.contribution`.
-            wants_bias: whether the bias has a gradient.
+            wants_bias: whether to compute the bias's gradient.
             **options: the options of `partial`.
 
         Returns:

@@ -65,9 +65,7 @@ class RankBetween:
         ranks = [*Rank]
         if self.better not in ranks or self.worse not in ranks or self.worse.place != self.better.place + 1:
             names = [rank.name for rank in ranks]
-            raise ValueError(
-                f"better={self.better!r} and worse={self.worse!r} must be consecutive ranks, of {names}"
-            )
+            raise ValueError(f"better={self.better!r} and worse={self.worse!r} must be consecutive ranks, of {names}")
         if not isinstance(self.reason, str) or not self.reason.strip():
             raise ValueError(f"reason={self.reason!r} must say why, in a sentence: attnops.explain prints it")
 

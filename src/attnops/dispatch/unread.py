@@ -1,4 +1,4 @@
-"""unread: reasons for fields of the metadata that nobody reads."""
+"""unread: reasons to refuse metadata fields that an operation does not read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INSTEAD: Final = {"runtime_dtype": "cast its arguments", "mesh": "place its arg
 
 
 def unread(cls: type[BaseOperation], metadata: OperationMetadata) -> Iterator[Reason]:
-    """Reasons for fields that are set, but read neither by the dispatcher nor by the class."""
+    """A reason for each field that is set, but read neither by the dispatcher nor by the class."""
     for field in dataclasses.fields(OperationMetadata):
         value = getattr(metadata, field.name)
         if field.name in _DISPATCHED or field.name in cls.reads or value is field.default:

@@ -42,7 +42,7 @@ class FlashCall:
         logits_soft_cap: None for none.
         sinks: [H]; None for none.
         dropout_key: None for no dropout.
-        is_partial: whether this is a partial softmax, whose results are float32, see `attnops.softmax`.
+        is_partial: whether this is a partial softmax, over some of the keys, whose results are float32.
     """
 
     metadata: OperationMetadata
@@ -61,7 +61,7 @@ class FlashCall:
     def of(
         cls, metadata: OperationMetadata, query: jax.Array, key: Aval, value: Aval, options: Mapping[str, Any]
     ) -> FlashCall:
-        """A call with options of the contract, without those that say what the output has."""
+        """A call with these options of the contract, except ``return_lse`` and ``return_weights``."""
         return cls(metadata, query, key, value, **{n: x for n, x in options.items() if not n.startswith("return_")})
 
     def replace(self, **changes: Any) -> FlashCall:
@@ -120,11 +120,11 @@ class FlashBackend(FlashKernel):
         """Which tiles are computed, in which order."""
 
     def run(self, plan: BackendPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`attnops.kernels.vjp.attend`."""
+        """Output, logsumexp and its rounding error, by `attnops.kernels.vjp.attend`."""
         return attend(self, plan, *operands)
 
     def run_gradients(self, plan: BackendPlan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
-        """`attnops.kernels.vjp.contribution_gradients`."""
+        """The gradients of a contribution, by `attnops.kernels.vjp.contribution_gradients`."""
         return contribution_gradients(self, plan, wants_bias, *given)
 
 

@@ -57,7 +57,7 @@ class Scoring:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SpreadArray(Bias):
-    """An array bias with fewer than T × S elements: of queries, of keys, or of heads alone.
+    """An array bias with fewer than T × S elements: it varies by query or by key, or by neither.
 
     Attributes:
         array: [B or 1, H or 1, T or 1, S or 1], not both T and S.
@@ -84,7 +84,7 @@ def describe(
     packed: bool = False,
     by_row: bool = False,
 ) -> Scoring:
-    """What is done to scores.
+    """The `Scoring` of a call.
 
     Args:
         lengths: T and S.
@@ -95,8 +95,8 @@ def describe(
         sinks: whether there are sinks.
         dropout_step: the factor by which dropout's hash multiplies the index of a key; 1 unless keys are strided.
         packed: whether the kernel receives the mask as bits instead of evaluating it.
-        by_row: whether integers by key that follow from values by row are computed on a tile, for kernels in which a
-            tile is of one row of the batch.
+        by_row: whether integers per key that depend only on values per sequence are computed on a tile, for kernels
+            whose tiles each belong to one sequence.
     """
     bias = elementwise_bias(bias)
     table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)

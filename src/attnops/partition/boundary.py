@@ -43,7 +43,7 @@ class Boundary:
         is_ambient: whether it is the current mesh, which `jax.shard_map` finds by itself.
         batch: the mesh axes that shard the batch.
         heads: the mesh axes that shard query heads.
-        kv_heads: the mesh axes that shard key and value heads: those of ``heads``, or None where they do not divide.
+        kv_heads: the mesh axes that shard key and value heads: those of ``heads``, or None if they do not divide K.
         lengths: the mesh axes that the rules give queries, and keys, whether they divide the lengths or not.
         results: by field of `OperationOutput`, the spec that the rules give it; empty without explicit axes.
     """
@@ -84,17 +84,17 @@ class Boundary:
 def find_boundary(
     mesh: MeshLike | None, rules: AxisRules, request: AttentionRequest, arrays: Sequence[Leaf] = ()
 ) -> Boundary | None:
-    """How a call is sharded; None without a mesh, or where it shards nothing.
+    """How a call is sharded; None without a mesh, or if the mesh shards nothing.
 
     A forward can't compute with arrays whose types name mesh axes, so that with explicit axes there is always a
     boundary. Mesh axes that the rules don't name shard batch and heads if they shard the query's, by its type or,
     outside of `jax.jit`, by its placement.
 
     Args:
-        mesh: the metadata's; None for the current mesh, or else that of the arrays.
-        rules: the metadata's.
+        mesh: the metadata's mesh; None for the current mesh, or else that of the arrays.
+        rules: the metadata's rules.
         request: the description of the call.
-        arrays: the call's, query [B, T, H, D] first.
+        arrays: the call's arrays, query [B, T, H, D] first.
 
     Raises:
         ValueError: ``mesh`` and the current mesh have different axes.
@@ -113,7 +113,7 @@ def find_boundary(
 
     dividing = functools.partial(dividing_axes, chosen, frozenset(free))
     axes_of = functools.partial(rule_axes, rules, request.mode)
-    # In one spec: mesh axes that shard the batch do not shard heads.
+    # One spec for both, so that mesh axes that shard the batch do not shard heads.
     spec = rules.spec([BATCH, HEAD], mode=request.mode)
     batch, heads = dividing(spec[0], request.batch), dividing(spec[1], request.heads)
     kv_heads = dividing(rules.spec([BATCH, KV_HEAD], mode=request.mode)[1], request.kv_heads)
@@ -148,11 +148,11 @@ def unnamed_axes(
     """The axes of a call's mesh, and their sizes, that shard nothing and that no rule names.
 
     Args:
-        mesh: the metadata's; None for the current mesh, or else that of the arrays.
-        rules: the metadata's.
+        mesh: the metadata's mesh; None for the current mesh, or else that of the arrays.
+        rules: the metadata's rules.
         mode: the runtime mode.
         boundary: how the call is sharded; None if it is not.
-        arrays: the call's, query [B, T, H, D] first.
+        arrays: the call's arrays, query [B, T, H, D] first.
     """
     ambient = jax.sharding.get_abstract_mesh()
     chosen = boundary.mesh if boundary is not None else mesh if ambient.empty else ambient
@@ -166,7 +166,7 @@ def unnamed_axes(
 
 
 def dividing_axes(mesh: MeshLike, free: frozenset[str], wanted: MeshAxes, size: int) -> Entry:
-    """The mesh axes, among those that a rule gives a dimension, that are free and divide its size."""
+    """The mesh axes of a rule that are free and divide the dimension's size."""
     names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
     return correct_spec(PartitionSpec(names), (size,), mesh)[0] if names else None  # type: ignore[no-any-return]
 

@@ -266,7 +266,7 @@ def run(equations: Sequence[Equation], known: dict[int, Leaf], results: Sequence
 
 
 def bind(equation: JaxprLike, inputs: Sequence[Leaf]) -> Leaf:
-    """Evaluate an equation, ours or a jaxpr's, by JAX."""
+    """Evaluate an `Equation`, or a jaxpr's equation, with JAX."""
     # Inside `jax.shard_map` a primitive's inputs must vary over the same axes.
     inputs = equally_varying([*map(jnp.asarray, inputs)])
     if equation.primitive.name in _VARYING:

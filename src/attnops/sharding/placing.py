@@ -24,7 +24,7 @@ def explicit_names(mesh: MeshLike | None) -> frozenset[str]:
 
 
 def mesh_of_types(arrays: Iterable[Leaf]) -> MeshLike | None:
-    """The mesh with explicit axes that the type of an array names; None where no type names one."""
+    """The mesh with explicit axes that the type of an array names; None if no type names one."""
     for x in arrays:
         if isinstance(x, jax.Array):
             mesh: MeshLike = jax.typeof(x).sharding.mesh

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class NativeArrays(NamedTuple):
-    """The inputs of a call other than query, key and value; None for those that it does not have.
+    """The inputs of a call other than query, key and value; None for those that the call does not have.
 
     Attributes:
         mask: the bound mask.
         bias: the leaves of the tile bias.
         sinks: [1, H] float32.
-        seed: the seed of dropout, see `attnops.dropout.dropout_seed`.
-        numbers: the numbers, where they are data.
+        seed: the seed of dropout, uint32 [7], from `attnops.dropout.dropout_seed`.
+        numbers: scale and soft cap as arrays; None if the plan has them.
     """
 
     mask: Mask | None = None

@@ -23,7 +23,7 @@ def lacking(folder):
     where = os.path.dirname(os.path.abspath(folder))
     free = shutil.disk_usage(where).free
     if free < ROOM:
-        text = "up to {:.1f} GB are installed in {}, but {:.1f} GB are free; free some, or choose another folder with VENV=..."
+        text = "up to {:.1f} GB are installed in {}, but {:.1f} GB are free; clear some, or choose another VENV=..."
         missing.append(text.format(ROOM / 1e9, where, free / 1e9))
     if not os.access(where, os.W_OK):
         missing.append(where + " can't be written to; choose another folder with VENV=...")

@@ -82,7 +82,7 @@ class Bias(abc.ABC):
 
     # The fields that are not arrays; an offset may be one.
     static: ClassVar[tuple[str, ...]] = ("offset",)
-    # The dimensions of array fields as letters of "bhts", as in `attnops.masks.Mask.axes`; a dot is any other dimension.
+    # As `attnops.masks.Mask.axes`: letters of "bhts" for the dimensions of each array field; a dot is any other one.
     axes: ClassVar[Mapping[str, str] | None] = None
 
     @abc.abstractmethod

@@ -71,8 +71,8 @@ def attention(
         out = attnops.attention(query, key, value, causal=True, window=(1023, 0))  # [B, T, H, Dv]
 
     The same as an operation of `OperationRegistry.create` with the masks `attnops.masks.Causal` and
-    `attnops.masks.SlidingWindow`, combined by ``&`` with ``mask`` if that is given too. To append to a cache in the same call, use
-    `OperationImpl.step`.
+    `attnops.masks.SlidingWindow`, combined by ``&`` with ``mask`` if that is given too. To append to a cache in the
+    same call, use `OperationImpl.step`.
 
     Args:
         query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.

@@ -122,9 +122,8 @@ class Limits:
         return reasons
 
     def _dtype_reasons(self, request: Request) -> list[Reason]:
-        is_attention = isinstance(request, AttentionRequest)
+        is_attention, reasons, dtypes = isinstance(request, AttentionRequest), [], request.dtypes
         todo = "cast it, or set metadata.runtime_dtype" if is_attention else "cast it"
-        reasons, dtypes = [], request.dtypes
         wrong = {dtype: "dtype" for dtype in dtypes if dtype not in self.dtypes}
         if is_attention and len(set(dtypes)) > 1:
             names = ("query.dtype", "key.dtype", "value.dtype")

@@ -147,8 +147,8 @@ class OperationMetadata:
             mode: runtime mode. None: the metadata's, else decode for one query, else train.
 
         Returns:
-            Specs of query, key and value, without mesh axes that are absent or do not divide the dimension, and those derived
-            from them: of biases, masks, sinks, segment ids, lengths, output and logsumexp.
+            Specs of query, key and value, without mesh axes that are absent or do not divide a dimension, and those
+            derived from them: of biases, masks, sinks, segment ids, lengths, output and logsumexp.
 
         Raises:
             ValueError: a shape does not have four dimensions, or ``mode`` is not a runtime mode.

@@ -47,7 +47,7 @@ class BaseOperation(abc.ABC):
     A subclass implements `forward_native` and may override `forward_cpu`, `forward_gpu`, `forward_cuda`,
     `forward_rocm`, `forward_tpu` and `forward_tt`. One that is not overridden falls back: cuda and rocm to gpu, the
     rest to native. A forward receives only the options that the caller set; an option that its signature does not name
-    is a reason not to run it. ``**options: Unpack[AttentionOptions]`` names all options of attention, ``**kwargs`` none.
+    is a reason not to run it. ``**options: Unpack[AttentionOptions]`` names all attention options, ``**kwargs`` none.
 
     Class attributes:
         priority: if several classes serve one name on one platform, the highest is picked; `auto` breaks ties inside

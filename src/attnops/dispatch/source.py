@@ -1,13 +1,13 @@
 """Source: an object that holds keys and values, such as a cache, and is passed in place of key and value.
 
 ``op(query, source, **options)`` asks the source to describe the call, decides by the description which forward serves
-it, and has the source run that forward. The dispatcher knows nothing else about it: attnops-caches is one implementation.
+it, and has the source run that forward. The dispatcher knows nothing else about it; attnops-caches implements it.
 
 1. `Source.bind` checks the arguments, and returns a `Call` whose arguments are (query, source) and whose request has a
    `SourceRequest`.
 2. `SourceRequest.reasons` says why a forward can't serve the request. It is asked for each candidate of `auto`.
-3. `Source.run` runs the forward that was decided on, with the reader that the operation's class declares in ``readers``,
-   or on arrays.
+3. `Source.run` runs the forward that was decided on, with the reader that the operation's class has in ``readers``, or
+   on arrays.
 4. `Source.step` appends tokens and attends, for `OperationImpl.step`.
 """
 

@@ -48,9 +48,9 @@ class Ancestors(Mask):
     Parents that are traced are not checked: those outside this range are clamped to it.
 
     A position here is the order in which tokens were appended, with a number for each drafted token: `Mask.at` reads
-    only the first of a row's ``q_positions``, which is the row's offset. Rotary embeddings need another position for a drafted
-    token, that of the last committed token plus its depth in the tree: apply them before the call. Windows and biases
-    that are combined with this mask use the order too.
+    only the first of a row's ``q_positions``, which is the row's offset. Rotary embeddings need another position for a
+    drafted token, that of the last committed token plus its depth in the tree: apply them before the call. Windows and
+    biases that are combined with this mask use the order too.
 
     It needs O(T²) memory when bound, and O(T + S) in the call.
     """

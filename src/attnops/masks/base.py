@@ -166,7 +166,7 @@ class Mask(abc.ABC):
         return {"mask": repr(self), "mask_kinds": self.kinds(), "mask_shape": None}
 
     def structure(self, T: int, S: int) -> MaskStructure:
-        """What is known of this mask when tracing: its band, whether it has segments, and the rest. It must be bound."""
+        """What is known of this mask when tracing: its band, whether it has segments, the rest. It must be bound."""
         # Imported here, in `split` too, since that module imports this one and its subclasses.
         from attnops.masks.structure import structure
 

@@ -115,10 +115,10 @@ def _group(x: jax.Array, K: int) -> jax.Array:
 
 @jax.custom_jvp
 def _softmax(scores: jax.Array, sink: jax.Array | None) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """The softmax over the last axis, the sink's probability, and the logsumexp. A row of −inf scores gives 0, 0 and −inf.
+    """The softmax over the last axis, the sink's probability, and the logsumexp. A row of −inf gives 0, 0 and −inf.
 
-    `maximum` rather than `where` avoids NaN in rows of −inf: XLA's CPU compiler fuses maximum, exponential, sum and quotient
-    only without a `where` between them.
+    `maximum` rather than `where` avoids NaN in rows of −inf: XLA's CPU compiler fuses maximum, exponential, sum and
+    quotient only without a `where` between them.
     """
     m = scores.max(axis=-1, keepdims=True)
     if sink is not None:

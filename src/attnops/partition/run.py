@@ -48,8 +48,8 @@ def run_sharded(
         function: a forward.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
         options: the contract's options, bound, and the operation's own.
-        lengths: the mesh axes that shard queries, and those that shard keys; query, key, value and outputs are then sharded by length,
-            masks and biases are not. (None, None): every device has all tokens, gathered if necessary.
+        lengths: the mesh axes that shard queries, and those that shard keys; query, key, value and outputs are then
+            sharded by length, masks and biases are not. (None, None): every device has all tokens, gathered if need be.
         is_interpreted: whether kernels are interpreted; Pallas's interpreter fails `jax.shard_map`'s check of which
             values vary over devices.
         option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.

@@ -93,7 +93,7 @@ def manual_axes() -> frozenset[str]:
 
 
 def mesh_arguments(mesh: MeshLike) -> dict[str, Any]:
-    """The arguments of `jax.shard_map` that name the current mesh, without its manual axes, if one is set; else ``mesh``."""
+    """The arguments of `jax.shard_map` that name the current mesh without manual axes, or ``mesh`` if none is set."""
     ambient = jax.sharding.get_abstract_mesh()
     if ambient.empty:
         return {"mesh": mesh}

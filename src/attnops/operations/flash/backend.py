@@ -36,7 +36,7 @@ _contribution_gradients = jax.jit(contribution_gradients, static_argnums=(0, 1, 
 
 
 class NativeFlash(FlashBackend):
-    """The flash skeleton's passes in plain JAX. A schedule is a pair: by tiles of queries, and by tiles of keys (backward)."""
+    """The flash skeleton in plain JAX. A schedule is a pair: by tiles of queries, and by tiles of keys for backward."""
 
     second_derivative: ClassVar[str] = (
         "flash computes its gradients in a loop that has no derivative, but a second derivative was asked for; "
@@ -138,8 +138,8 @@ class NativeFlash(FlashBackend):
     ) -> tuple[jax.Array, jax.Array, jax.Array, NativeArrays]:
         query, key, value, arrays, schedule = operands
         lse, lse_residual = statistics
-        # The weights exp(score − lse) are too large by exp(lse_residual). Gradients are linear in the cotangents, so each
-        # row's factor is applied to these instead.
+        # The weights exp(score − lse) are too large by exp(lse_residual). Gradients are linear in the cotangents, so
+        # each row's factor is applied to these instead.
         factor = jnp.exp(-lse_residual)  # [B, H, T]
         inputs = NativeInputs(query, key, value, d_out, lse, delta * factor, factor)
         d = backward(plan, wants_bias, inputs, arrays, schedule[1])

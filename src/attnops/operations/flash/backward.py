@@ -105,7 +105,7 @@ class _Sweep:
         return _Keys(k, k.swapaxes(1, 2), v)
 
     def add_tile(self, keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
-        """``state`` plus the gradients of a tile of scores; ``state``'s key and value gradients are of one tile of keys."""
+        """``state`` plus the gradients of a tile of scores; its key and value gradients are of one tile of keys."""
         plan, scoring, group, q_tile = self.plan, self.plan.scoring, index.group, index.q_tile
         # The scale is multiplied in as in the forward pass, so that the scores are the same to the last bit.
         q = load(plan, self.inputs.q, group, q_tile, plan.bq, self.dtypes.q)

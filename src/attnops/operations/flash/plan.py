@@ -72,7 +72,7 @@ class NativePlan:
         problems_per_tile: problems per group; a divisor of K, or K times a divisor of B.
         map_shape: how many batches and kv heads the block map has, each 1 or all.
         dtype: the dtype of the operands of products: bfloat16 for bfloat16 inputs, else float32.
-        is_partial: whether it is a partial softmax, over some of the keys, whose results are float32 (`attnops.softmax`).
+        is_partial: whether it is a partial softmax, over some of the keys, whose results are float32.
         precision: the precision of products.
         scoring: what changes scores.
         overlaps: whether the last tile of keys ends at S and so overlaps the tile before, for keys that can't be

@@ -60,7 +60,7 @@ def allowed(plan: NativePlan, mask: Mask | None, index: NativeTileIndex, ragged_
         plan: the plan of the call.
         mask: bound; None for none.
         index: the indices of the tile.
-        ragged_queries: whether queries beyond T, in a ragged last tile, are masked; the forward pass ignores their results.
+        ragged_queries: whether queries beyond T, in a ragged last tile, are masked; the forward pass ignores them.
             Keys beyond S are always masked, as are those that overlap the tile before.
     """
     visible: BoolArray | None = None

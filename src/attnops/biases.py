@@ -33,7 +33,7 @@ __all__ = [
     "alibi_slopes",
 ]
 
-# The first arguments of a function of scores, before its own: scores, b, h, q, kv.
+# The arguments of a function of scores that precede ``args``: scores, b, h, q, kv.
 _ARGUMENTS: Final = (SCORE, INDEX, INDEX, INDEX, INDEX)
 # Leaves room in int32 for indices to be added.
 _FARTHEST_OFFSET: Final = 2**31 - 1 - 2**27

@@ -22,7 +22,7 @@ def decide(operation: BaseOperation, request: Request) -> str:
 
     Raises:
         UnsupportedError: neither can, or the native one is not allowed; with all reasons.
-        PluginError: the operation's class has a fault, see `attnops.dispatch.border`.
+        PluginError: a method of the operation's class raised, or returned something invalid.
     """
     return _decide(_OperationKey(operation), request, border.environment_key(operation))
 

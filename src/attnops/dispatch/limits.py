@@ -223,7 +223,7 @@ def _check_kinds(name: str, kinds: frozenset[str] | None, known: frozenset[str])
 
 
 def _derivative_hint(primitives: frozenset[str]) -> str:
-    """A further hint about functions with a derivative of their own."""
+    """A further hint about functions with a custom derivative."""
     if "custom_vjp_call" in primitives:
         return ", or define its derivative by jax.custom_jvp"
     if any(name.startswith("custom_jvp_call") for name in primitives):

@@ -41,7 +41,7 @@ class OperationMetadata:
         layout: ``"BTHD"`` for arrays of shape [batch, length, heads, head_dim], ``"BHTD"`` for heads first.
         mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
             None: decode where the query's length is 1, else train; over a cache prefill, since train is refused there.
-        platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: see `attnops.dispatch.platforms.find_platform`.
+        platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: the mesh's, else the arrays', else JAX's default.
         mesh: the mesh that calls run on. None: the current mesh (`jax.set_mesh`), else that of the arrays' types
             (`jax.sharding.AxisType.Explicit`), if any. It must have the axes of the current mesh, if there is one.
         axis_rules: the mesh axes that shard each dimension, see `attnops.sharding.AxisRules`.

@@ -52,7 +52,7 @@ class BaseOperation(abc.ABC):
     Class attributes:
         priority: if several classes serve one name on one platform, the highest is picked; `auto` breaks ties inside
             one `attnops.Rank` by it.
-        api_version: the version of this contract that the class was written for, as a number.
+        api_version: the `API_VERSION` that the class was written for, a number.
         computes: ``"attention"``: the class computes the attention contract, so that `auto` may pick it and `explain`
             lists it. The core's operations declare it, and their subclasses inherit it. None: something else.
         reads: the fields of the metadata that its forwards read, in addition to ``mode``, ``platform``,

@@ -34,7 +34,7 @@ class PartialAttention(BaseOperation):
             key: [B, S, K, D], some of the keys.
             value: [B, S, K, Dv].
             **options: ``mask``, ``bias``, ``softmax_scale``, ``logits_soft_cap``, ``dropout_key`` and ``mode`` of
-                `__call__`, for these keys. Sinks belong to all keys together: see `attnops.softmax.with_sinks`.
+                `__call__`, for these keys. Sinks belong to all keys: add them by `attnops.softmax.with_sinks`.
 
         Returns:
             A result in float32 for any dtype of the query. An implementation without partial softmaxes

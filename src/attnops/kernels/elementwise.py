@@ -149,7 +149,7 @@ class Elementwise:
             q: indices of queries, integers that broadcast to a tile.
             kv: indices of keys, integers that broadcast to a tile.
             values: the tile's elements of the results of `compute`, which broadcast to a tile.
-            given: the tiles of the arrays of T × S elements, see `attnops.kernels.of_mask`.
+            given: the tiles of a mask's arrays of T × S elements, ``dense`` of `attnops.kernels.of_mask`.
             instead: by the name of a primitive, a function of its inputs that replaces it.
         """
 

@@ -60,9 +60,7 @@ def folds_batch(kernel: Function) -> Function:
         most = min((x.most(b, n, plan.B) for x, b in foldable), default=n)
         if most < n:
             size = next(size for size in range(most, 0, -1) if n % size == 0)
-            return _in_turns(
-                functools.partial(mapped, called, plan, size, in_batched), n // size, in_batched, arguments
-            )
+            return _in_loop(functools.partial(mapped, called, plan, size, in_batched), n // size, in_batched, arguments)
         larger = dataclasses.replace(plan, B=n * plan.B)  # type: ignore[type-var]
         folded = [_fold(x, b, n, plan.B) for x, b in zip(leaves, batched, strict=True)]
         results = called(larger, *jax.tree.unflatten(tree, folded))
@@ -80,7 +78,7 @@ def one_by_one(kernel: Function) -> Function:
             each = [x[0] if b else x for x, b in zip(leaves, jax.tree.leaves(in_batched), strict=True)]
             return jax.tree.map(lambda x: x[None], called(plan, *jax.tree.unflatten(tree, each)))
 
-        return _in_turns(one, n, in_batched, arguments)
+        return _in_loop(one, n, in_batched, arguments)
 
     return _with_rule(kernel, mapped)
 
@@ -103,7 +101,7 @@ def _with_rule(kernel: Function, mapped: Function) -> Function:
     return called
 
 
-def _in_turns(function: Function, turns: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
+def _in_loop(function: Function, steps: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
     """``function(arguments)`` in a loop, each time for an equal number of slices of the mapped axis, in order."""
     leaves, tree = jax.tree.flatten(arguments)
     batched = jax.tree.leaves(in_batched)
@@ -114,7 +112,7 @@ def _in_turns(function: Function, turns: int, in_batched: PyTree, arguments: PyT
             jax.tree.unflatten(tree, [next(mapped) if b else x for x, b in zip(leaves, batched, strict=True)])
         )
 
-    parts = [x.reshape(turns, -1, *x.shape[1:]) for x, b in zip(leaves, batched, strict=True) if b]
+    parts = [x.reshape(steps, -1, *x.shape[1:]) for x, b in zip(leaves, batched, strict=True) if b]
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.lax.map(body, parts))
 
 

@@ -20,7 +20,7 @@ from attnops.programs.tracing import CALLS, WITH_DERIVATIVES
 if TYPE_CHECKING:
     from attnops.typing import Array, BoolArray, Function, Index, Leaf, PyTree
 
-# The first arguments of a mask's function, before its own: b, h, q, kv.
+# The arguments of a mask's function that precede ``args``: b, h, q, kv.
 _ARGUMENTS: Final = (INDEX,) * 4
 
 

@@ -71,7 +71,7 @@ class MaskStructure:
 
 
 class Split(NamedTuple):
-    """A mask as a conjunction of three, see `Mask.split`.
+    """A mask as a conjunction, ``band & segments & rest``, made by `Mask.split`.
 
     Attributes:
         band: the mask of ``i - j`` alone; ``Band(None, None)`` where there is none.

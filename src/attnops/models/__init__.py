@@ -1,1 +1,1 @@
-"""Helpers for whoever writes a model: heads, rotary embeddings, checkpoint policies, dtypes."""
+"""Helpers for models: heads, dtypes, checkpoint policies, configs."""

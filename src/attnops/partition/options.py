@@ -28,7 +28,7 @@ def own_option_specs(
     Args:
         name: the option's.
         option: a pytree; leaves that are not arrays, or have no dimensions, are replicated.
-        axes: the class's declaration, see `OperationImpl.option_axes`.
+        axes: the class's `OperationImpl.option_axes`: by option, a letter for each dimension.
         sizes: B, H and K of the call, by letter.
         spec_of: the spec of an array.
 

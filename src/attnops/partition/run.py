@@ -141,7 +141,7 @@ def run_unsharded(
     `jax.shard_map`.
 
     Args:
-        boundary: nested in another, see `Boundary.is_nested`.
+        boundary: how the call is sharded; an enclosing `jax.shard_map` uses some of its mesh's axes.
         function: a forward.
         args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
         options: the contract's options, bound.

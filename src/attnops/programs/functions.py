@@ -60,7 +60,7 @@ def bind_function(
     Args:
         fn: ``fn(*scalars, *args)``; traced once, unless it is opaque.
         avals: the abstract values of the scalars.
-        args: a tuple of pytrees of arrays, see `as_data`.
+        args: a tuple of pytrees of arrays, converted by `as_data`.
         dtype: the dtype of the result.
         calls: names of the calls that are inlined.
     """

@@ -42,7 +42,7 @@ def trace(function: Function, avals: Sequence[Aval], calls: frozenset[str]) -> T
     """The program of a function.
 
     Args:
-        function: takes arrays, and returns one array or a list of them.
+        function: a function of arrays, which returns one array or a list of them.
         avals: the shape and dtype of each of its arguments.
         calls: names of the calls that are inlined.
     """

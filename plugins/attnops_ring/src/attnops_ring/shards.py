@@ -198,7 +198,7 @@ class WholeArrays:
         }  # fmt: skip
         self._made: dict[tuple[int, int], tuple[Leaf, Leaf]] = {}
 
-    def of(self, value: Leaf, name: str) -> Leaf:
+    def gather(self, value: Leaf, name: str) -> Leaf:
         """A mask, a bias, or an array [B or 1, H or 1, T or 1, S or 1], not bound yet, with whole arrays.
 
         Args:
@@ -218,7 +218,7 @@ class WholeArrays:
             x = getattr(value, field.name)
             letters = (value.axes or {}).get(field.name, "")
             if isinstance(x, (Mask, Bias)):
-                x = self.of(x, name)
+                x = self.gather(x, name)
             elif x is not None and {*letters} & {"t", "s"}:
                 x = self._array(x, letters, f"{type(value).__name__}'s {field.name}")
             object.__setattr__(copy, field.name, x)

@@ -74,7 +74,7 @@ def test_what_is_written_says_what_was_read(family: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"qk_norm": True}, "qk_norm=True can't be said in a config.json of llama, which would mean False"),
+        ({"qk_norm": True}, "qk_norm=True can't be expressed in a config.json of llama, where it is False"),
         ({"softmax_scale": 0.5}, "softmax_scale=0.5 can't"),
         ({"rotary": (("full_attention", RotaryConfig(head_dim=8, interleaved=True)),)}, "rotary={'full_attention'"),
     ],

@@ -193,4 +193,4 @@ def test_what_is_not_declared_to_be_attention_is_status_2():
     result = run("linear")
     assert result.exit_code == 2
     assert "acme:linear does not declare that it computes softmax attention" in result.stderr
-    assert "attnops_testing.check_against holds an operation to a reference of its own" in result.stderr
+    assert "attnops_testing.check_against compares an operation with another reference" in result.stderr

@@ -31,7 +31,7 @@ class CheckReport:
     """
 
     def __init__(self, described: Callable[[dict[str, list[Outcome]]], dict[str, Any]] | None, verbose: bool) -> None:
-        self.found: dict[str, list[Outcome]] = {"features": []}
+        self.outcomes: dict[str, list[Outcome]] = {"features": []}
         self.explained: list[Explained] = []
         self.stopped = False
         self._described, self._verbose, self._stdout = described, verbose, sys.stdout
@@ -40,11 +40,11 @@ class CheckReport:
     @property
     def counts(self) -> Counter[Status]:
         """The number of outcomes by status."""
-        return Counter(outcome.status for outcomes in self.found.values() for outcome in outcomes)
+        return Counter(outcome.status for outcomes in self.outcomes.values() for outcome in outcomes)
 
     def section(self, section: str, names: Sequence[str]) -> None:
         """Begin a section, whose outcomes have these names."""
-        self._section, self.found[section] = section, []
+        self._section, self.outcomes[section] = section, []
         if self._described is None and names:
             column = _COLUMNS[section]
             self._widths = max(map(len, (column, *names))), len(Status.REFUSED)
@@ -54,10 +54,10 @@ class CheckReport:
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Print outcomes, and keep them. `close` prints refusals and right pairs."""
-        known = {x.name for x in self.found[self._section]}
+        known = {x.name for x in self.outcomes[self._section]}
         if self._section == "pairs":  # of which one may be in several rows
             outcomes = [x for x in outcomes if x.name not in known or x.status is Status.WRONG]
-        self.found[self._section] += outcomes
+        self.outcomes[self._section] += outcomes
         silent = {Status.REFUSED} | ({Status.RIGHT} if self._section == "pairs" else set())
         for outcome in outcomes:
             if self._described is None and outcome.status not in silent:
@@ -72,7 +72,7 @@ class CheckReport:
         if self._described is not None:
             return
         by_rule: dict[str, list[Outcome]] = {}
-        for outcome in self.found[self._section]:
+        for outcome in self.outcomes[self._section]:
             if outcome.status is Status.REFUSED:
                 by_rule.setdefault(outcome.rules, []).append(outcome)
         for rule, outcomes in by_rule.items():
@@ -80,8 +80,8 @@ class CheckReport:
             print_table(
                 (), [("; ".join(dict.fromkeys(x.name for x in outcomes)), str(Status.REFUSED), reason)], self._widths
             )
-        if self.found.get("pairs"):
-            print_text(_counted(Counter(outcome.status for outcome in self.found["pairs"])))
+        if self.outcomes.get("pairs"):
+            print_text(_counted(Counter(outcome.status for outcome in self.outcomes["pairs"])))
         self._stdout.flush()
 
     def ended(self, outcome: Outcome) -> None:
@@ -96,7 +96,9 @@ class CheckReport:
         if self._described is not None:
             stopped = {"stopped": True} if self.stopped else {}
             print_json(
-                self._described(self.found) | {"explained": [dataclasses.asdict(x) for x in self.explained]} | stopped
+                self._described(self.outcomes)
+                | {"explained": [dataclasses.asdict(x) for x in self.explained]}
+                | stopped
             )
             return
         for why in self.explained:
@@ -110,7 +112,9 @@ class CheckReport:
         if self.stopped:
             self.close()
         print_text(f"\n{_counted(self.counts)}{'; stopped before the end' if self.stopped else ''}")
-        wrong = dict.fromkeys(x.name for outcomes in self.found.values() for x in outcomes if x.status is Status.WRONG)
+        wrong = dict.fromkeys(
+            x.name for outcomes in self.outcomes.values() for x in outcomes if x.status is Status.WRONG
+        )
         if wrong:
             print_text(f'wrong: {", ".join(wrong)}\ncheck one again with --feature "{next(iter(wrong))}"')
 

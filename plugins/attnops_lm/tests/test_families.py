@@ -34,7 +34,7 @@ def config(family: str = "llama", **changes: Any) -> Config:
             {"layer_types": ["chunked_attention"] * 2},
             "layer_types has ['chunked_attention'], but each must be",
         ),
-        ("mistral", {"layer_types": ["full_attention"] * 2}, "but layers of mistral are ('sliding_attention',"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "must be ('sliding_attention',"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "but use_sliding_window is not true"),
         ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' must be one of"),
     ],

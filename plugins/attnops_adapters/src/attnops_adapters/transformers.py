@@ -77,7 +77,7 @@ def register(name: str = "attnops", operation: str | Attend = "flash", **metadat
 
 
 def uses(model: torch.nn.Module) -> bool:
-    """Whether some layer of a model looks up its attention where `register` puts it, as in most of transformers' models.
+    """Whether some layer of a model looks up its attention where `register` puts it, as most models of transformers do.
 
     MPT, BLOOM and DeBERTa-v2 ignore ``attn_implementation="attnops"``; transformers gives at most a warning. Falcon
     raises a `KeyError`.

@@ -1,4 +1,4 @@
-"""The model: a BERT encoder, the mean over the tokens, unit length. Its attention is an argument.
+"""The model: a BERT encoder, the mean of its output over the tokens, scaled to unit length. Attention is an argument.
 
 Dimensions: `B` sentences, `T` tokens, `H` heads, `D` head_dim, `M = H · D` model width, `F` feed-forward width,
 `L` layers, `V` vocabulary, `P` positions.

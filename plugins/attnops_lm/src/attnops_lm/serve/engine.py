@@ -286,7 +286,7 @@ class Engine:
         request.computed += count
         size = self.pages.size
         for i in range(request.shared, request.computed // size):
-            request.key = self.pages.name(request.key, request.tokens[i * size : (i + 1) * size], request.pages[i])
+            request.key = self.pages.register(request.key, request.tokens[i * size : (i + 1) * size], request.pages[i])
         request.shared = request.computed // size
 
     def _release(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What `attnops check` prints: a row for each outcome as it comes, and a summary."""
+"""What `attnops check` prints: a row for each outcome as soon as it is known, and a summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnops_testing.runner import Outcome, Status
 
 _COLUMNS: Final = {"features": "feature", "long": "in long problems", "behaviours": "behaviour",
                    "caches": "calls over a cache", "pairs": "pair"}  # fmt: skip
-# Without --verbose, how many of a traceback's last frames are shown; frames of these libraries are left out.
+# Without --verbose, the number of a traceback's last frames that are shown; frames of these libraries are left out.
 _FRAMES: Final = 2
 _LIBRARIES: Final = re.compile(r'File ".*[/\\](jax|jaxlib|numpy|contextlib\.py)[/\\"]')
 
@@ -27,7 +27,7 @@ class CheckReport:
 
     Args:
         described: a function from the outcomes to the JSON's fields about the operation; None to print for people.
-        verbose: whether whole tracebacks are printed.
+        verbose: whether complete tracebacks are printed.
     """
 
     def __init__(self, described: Callable[[dict[str, list[Outcome]]], dict[str, Any]] | None, verbose: bool) -> None:
@@ -55,7 +55,7 @@ class CheckReport:
     def add(self, outcomes: Sequence[Outcome]) -> None:
         """Print outcomes, and keep them. `close` prints refusals and right pairs."""
         known = {x.name for x in self.outcomes[self._section]}
-        if self._section == "pairs":  # of which one may be in several rows
+        if self._section == "pairs":  # a pair may be in several rows
             outcomes = [x for x in outcomes if x.name not in known or x.status is Status.WRONG]
         self.outcomes[self._section] += outcomes
         silent = {Status.REFUSED} | ({Status.RIGHT} if self._section == "pairs" else set())
@@ -106,7 +106,7 @@ class CheckReport:
             if why.features == tuple(why.name.split(" + ")):
                 named = "as stated"
             print_heading(f"{why.name} is wrong {named}")
-            limit = "" if why.complete else "; --shrink has more seconds to look for a smaller one"
+            limit = "" if why.complete else "; a larger --shrink gives more seconds to find a smaller one"
             detail = _indented("\n".join(why.detail.splitlines()[:8]))
             print_text(f"{why.problem}\n{detail}\nthe smallest problem that was found{limit}")
         if self.stopped:

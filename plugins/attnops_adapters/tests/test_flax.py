@@ -359,8 +359,8 @@ def test_what_is_not_served_is_refused(change, words: str) -> None:
     ("options", "words"),
     [
         ({"operation": "flsh"}, "flsh"),
-        ({"layout": "BHTD"}, "layout='BHTD' is for the layer"),
-        ({"dropout_prob": 0.1}, "dropout_prob=0.1 is for the layer"),
+        ({"layout": "BHTD"}, "layout='BHTD' must not be given: the layer determines it"),
+        ({"dropout_prob": 0.1}, "dropout_prob=0.1 must not be given: the layer determines it"),
         ({"mask": Segments(jnp.zeros((2, 6), int))}, "has arrays"),
     ],
 )

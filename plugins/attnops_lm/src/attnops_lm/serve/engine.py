@@ -139,7 +139,7 @@ class Engine:
             )
         if not 0 <= min(x.tokens) <= max(x.tokens) < self.vocab_size:
             raise ValueError(
-                f"tokens from {min(x.tokens)} to {max(x.tokens)} must be of the vocabulary, 0 to {self.vocab_size - 1}"
+                f"tokens from {min(x.tokens)} to {max(x.tokens)} must be in the vocabulary, 0 to {self.vocab_size - 1}"
             )
         if not (0 <= x.temperature < math.inf and 0 < x.top_p <= 1 and x.top_k >= 0 and 0 <= x.seed < 2**32):
             raise ValueError(

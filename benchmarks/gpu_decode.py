@@ -34,7 +34,7 @@ TOLERANCE: Final = 2.0**-7
 
 
 def error(step: Step, out: Any, case: DecodeCase) -> float:
-    """The largest difference from the oracle relative to its largest element, in the first row and kv head and the last."""
+    """The largest difference from the oracle relative to its largest element, in the first and last row and head."""
     errors = []
     for b, k in {(0, 0), (case.batch - 1, case.kv_heads - 1)}:
         query, keys, values, actual = step.part(out, b, k)
@@ -71,7 +71,7 @@ def figures(name: str, case: DecodeCase, bandwidth: float, rounds: int, dry: boo
 
 
 def in_its_own_process(name: str, cases: list[DecodeCase], given: dict[str, Any], minutes: int) -> list[dict[str, Any]]:
-    """`figures` of all cases in a separate process. If it fails, all rows have the status failed, with its last line."""
+    """`figures` of all cases in a separate process. If it fails, all rows have the status failed and its last line."""
     task = {"name": name, "cases": cases, "given": given}
     rows, reason = gpu_process.run(__file__, task, given["dry"] or name != "attnops-triton", minutes)
     if not reason:

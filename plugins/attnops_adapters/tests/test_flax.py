@@ -340,7 +340,7 @@ Q = jnp.ones((2, 6, 4, 8))
         ({"dropout_rate": 0.1}, "dropout_rate=0.1.*dropout_rng"),
         ({"dropout_rate": 1.5, "dropout_rng": jax.random.key(0)}, "1.5"),
         ({"precision": ("high", "highest")}, "differs between the operands"),
-        ({"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32}, "algorithms are not served"),
+        ({"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32}, "algorithms are not supported"),
         ({"mask": jnp.ones((3, 1, 6, 6))}, r"mask has shape \(3, 1, 6, 6\)"),
         ({"mask": jnp.ones((1, 2, 1, 6, 6))}, "5 dimensions"),
         ({"bias": jnp.ones((2, 3, 6, 6))}, "bias"),

@@ -72,7 +72,7 @@ def pages() -> tuple[PagedCache]:
         ({"do_sample": True}, "prng_key=None and do_sample=True: tokens are drawn by a key; give prng_key="),
         (
             {"stop_strings": "x"},
-            "stop_strings='x' and tokenizer=None: stop strings are searched in text; give tokenizer",
+            "stop_strings='x' and tokenizer=None: they are searched in text; give tokenizer",
         ),
         ({"num_beams": 2, "streamer": object()}, "streamer is given, and num_beams=2: a beam may be dropped"),
         ({"past_key_values": window(4), "chunk": 8}, "chunk=8 must be at most the WindowCache's max_append=4"),

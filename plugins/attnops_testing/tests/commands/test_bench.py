@@ -174,7 +174,7 @@ def test_a_peer_that_is_not_installed_names_what_to_install(monkeypatch: pytest.
         (("--kv-heads", "3"), "kv_heads=3 must be a divisor of heads=8"),
         (("--mask", "Causal() &"), "mask='Causal() &' can't be read"),
         (("--mask", "Casual()"), "mask='Casual' is unknown"),
-        (("--mask", "Segments((16,))"), "its values count here; list them"),
+        (("--mask", "Segments((16,))"), "needs its values; list them"),
         (("--mask", "Segments([0, 1])", "--lengths", "16"), "Segments' q_ids has shape (2,)"),
         (("--documents", "17", "--lengths", "16"), "documents=17 must be at least 1 and at most length=16"),
         (("flesh",), "impl_name='flesh' is not an installed operation"),

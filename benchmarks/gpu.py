@@ -38,7 +38,7 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
 
     import jax
     import numpy as np
-    from gpu_contenders import CONTENDERS, OF_TORCH
+    from gpu_contenders import CONTENDERS, USES_TORCH
     from gpu_timing import measure as time_program
 
     from attnops.masks import Causal, Segments
@@ -69,7 +69,7 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
                 * MASKS[kind] * 2 / timing.kernel_seconds / 1e12,
             }  # fmt: skip
         rows.append(row)
-    if name in OF_TORCH:
+    if name in USES_TORCH:
         try:
             import torch  # type: ignore[import-not-found, unused-ignore]
 

@@ -1,9 +1,9 @@
 """attnops-ring compared with the ``ringattention`` package and tokamax's ring: errors, bytes sent, time.
 
 Run ``python benchmarks/ring_peers.py`` (``--devices 8``, ``--length 4096``, ``--rounds 5``, ``--json FILE``) on a host
-with a few GB of memory. Times are of the host's CPU devices, which share its cores: they show how much is computed, not
-how well transfers are hidden. Bytes are counted in the program that each library traces, times the iterations of its
-loops. A peer that is not installed, or does not run on a CPU, is shown as such. Needs
+with a few GB of memory. Times are those of the host's CPU devices, which share its cores: they show how much is
+computed, not how well transfers are hidden. Bytes are counted in each library's traced program, times the iterations of
+its loops. If a peer is not installed, or does not run on a CPU, its row says so. Needs
 ``pip install attnops-testing attnops-ring``, and for the peers ``ringattention`` and ``tokamax``.
 """
 
@@ -34,7 +34,7 @@ Attention = Callable[[Any, Any, Any], Any]
 
 
 def attnops(mesh: Mesh, length: int, order: str) -> Attention:
-    """attnops-ring for tokens in that order. Reordering is not included, since a model does it once."""
+    """attnops-ring for tokens in this order. Reordering is not included, since a model does it once."""
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import Causal
 
@@ -60,7 +60,7 @@ def ringattention(mesh: Mesh, length: int, order: str) -> Attention:
     import jax.lib
 
     if not hasattr(jax.lib, "xla_bridge"):
-        # It asks this function, which newer JAX no longer has, for the platform.
+        # The package asks this function, which newer JAX no longer has, for the platform.
         from jax.extend import backend
 
         jax.lib.xla_bridge = backend
@@ -161,10 +161,10 @@ def print_rows(rows: list[dict[str, Any]], length: int, devices: int) -> None:
 
 
 def main(
-    devices: Annotated[int, typer.Option(help="Along the sequence.")] = 8,
+    devices: Annotated[int, typer.Option(help="Devices along the sequence.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens.")] = 4096,
-    rounds: Annotated[int, typer.Option(help="Timings of each; the median counts.")] = 5,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
+    rounds: Annotated[int, typer.Option(help="Timings of each; the median is reported.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the figures.")] = None,
 ) -> None:
     """Check, count, time, and print."""
     jax.config.update("jax_platforms", "cpu")
@@ -200,9 +200,9 @@ def main(
             row["both ways"] = bytes_sent(jax.make_jaxpr(both(attention))(*given).jaxpr) / kv_bytes
             arguments = [jax.device_put(reorder(x, devices, order), place) for x in given]  # type: ignore[arg-type]
             forward, backward = jax.jit(attention), jax.jit(both(attention))
-            found = [restore(x, devices, order) for x in backward(*arguments)]  # type: ignore[arg-type]
+            results = [restore(x, devices, order) for x in backward(*arguments)]  # type: ignore[arg-type]
             row["largest error"] = max(
-                float(abs(x - y).max() / abs(y).max()) for x, y in zip(found, exact, strict=True)
+                float(abs(x - y).max() / abs(y).max()) for x, y in zip(results, exact, strict=True)
             )  # fmt: skip
             timed[name] = [(forward, arguments[:3]), (backward, arguments)]
         except Exception as error:

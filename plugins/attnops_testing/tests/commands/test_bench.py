@@ -169,7 +169,7 @@ def test_a_peer_that_is_not_installed_names_what_to_install(monkeypatch: pytest.
     [
         (("--lengths", "1024,many"), "lengths='1024,many' must be positive numbers separated by commas"),
         (("--lengths", "0"), "lengths='0' must be positive numbers"),
-        (("--lengths", ","), "lengths=',' names none"),
+        (("--lengths", ","), "lengths=',' is empty"),
         (("--dtype", "float8"), "dtype='float8' is unknown; use float32, bfloat16 or float16"),
         (("--kv-heads", "3"), "kv_heads=3 must be a divisor of heads=8"),
         (("--mask", "Causal() &"), "mask='Causal() &' can't be read"),

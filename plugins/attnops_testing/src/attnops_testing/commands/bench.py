@@ -182,7 +182,7 @@ def _bytes(gigabytes: float) -> int:
 def _names(option: str, text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"{option}={text!r} has no name; separate several by commas")
+        raise ValueError(f"{option}={text!r} is empty; separate several by commas")
     return names
 
 

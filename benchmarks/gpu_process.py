@@ -1,4 +1,4 @@
-"""Runs a contender in a separate process, so that one that fails, or keeps memory, does not affect the others."""
+"""Runs a contender in a separate process, so that if it fails, or keeps memory, the others are not affected."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run(script: str, given: dict[str, Any], on_cpu: bool, minutes: int) -> tuple
 
     Args:
         script: run as ``script --worker GIVEN.json --json RESULT.json``.
-        given: the contents of the first file.
-        on_cpu: whether JAX must leave the GPU alone.
+        given: the contents of GIVEN.json.
+        on_cpu: whether JAX must not use the GPU.
         minutes: the time after which the process is stopped.
     """
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -30,7 +30,7 @@ def run(script: str, given: dict[str, Any], on_cpu: bool, minutes: int) -> tuple
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60 * minutes)
         except subprocess.TimeoutExpired:
-            return None, f"it took longer than {minutes} minutes"
+            return None, f"it ran longer than {minutes} minutes"
         if done.returncode:
             return None, (done.stderr.strip().splitlines() or ["no message"])[-1]
         return json.loads(result.read_text()), ""

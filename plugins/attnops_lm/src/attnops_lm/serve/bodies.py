@@ -115,7 +115,7 @@ class Body(Strict):
     prompt_cache_retention: Label = None
 
     @property
-    def most(self) -> tuple[str, int | None]:
+    def token_limit(self) -> tuple[str, int | None]:
         """The field that limits the answer, and its value."""
         return "max_tokens", self.max_tokens
 
@@ -151,7 +151,7 @@ class ChatBody(Body):
     web_search_options: Unserved = None
 
     @property
-    def most(self) -> tuple[str, int | None]:
+    def token_limit(self) -> tuple[str, int | None]:
         """The field that limits the answer, and its value."""
         given = self.max_completion_tokens
-        return super().most if given is None else ("max_completion_tokens", given)
+        return super().token_limit if given is None else ("max_completion_tokens", given)

@@ -44,7 +44,7 @@ from attnops_testing.bench import (
 
 H, K, D = 32, 8, 128
 WINDOW = 1024
-# Each is timed if it is installed.
+# The peers, each timed if it is installed.
 COMPARED = ("jax.nn", "flax.nnx", "torch")
 # The number of timings of each contender, and the seconds after which they end.
 ROUNDS, SECONDS = 9, 2.0

@@ -283,21 +283,23 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--most", type=int, default=1 << 15, help="the most prompt tokens of all rows that are timed")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    given = parser.parse_args()
-    if given.quick:
-        given.batches, given.contexts, given.rounds = (1,), (256,), 1
+    options = parser.parse_args()
+    if options.quick:
+        options.batches, options.contexts, options.rounds = (1,), (256,), 1
     machine = describe_machine()
     print(one_line(machine))
-    generators, figures = contenders(given.operation, given.dtype), []
-    for context in given.contexts:
-        for batch in given.batches:
-            new = case(generators, batch, context, given.rounds, given.most)
+    generators, figures = contenders(options.operation, options.dtype), []
+    for context in options.contexts:
+        for batch in options.batches:
+            new = case(generators, batch, context, options.rounds, options.most)
             figures += new
             for f in new:
                 print(f"B {batch}, context {context:,}: {f.contender}, {f.decode_rate:.1f} tokens/s", file=sys.stderr)
-            if given.json:  # written after each case, in case the rest is interrupted
+            if options.json:  # written after each case, in case the rest is interrupted
                 rows = [dataclasses.asdict(f) for f in figures]
-                given.json.write_text(json.dumps({"machine": machine, "dtype": given.dtype, "figures": rows}, indent=1))
+                options.json.write_text(
+                    json.dumps({"machine": machine, "dtype": options.dtype, "figures": rows}, indent=1)
+                )
     report(figures)
 
 

@@ -88,8 +88,8 @@ def products(backward: bool) -> int:
 
 def in_its_own_process(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool, minutes: int) -> dict[str, Any]:
     """`measure_one` in a separate process. If that fails, all rows have the status failed, with its last line."""
-    given = {"name": name, "cases": cases, "rounds": rounds, "dry": dry}
-    result, error = gpu_process.run(__file__, given, dry or name in ("FlexAttention", "torch"), minutes)
+    task = {"name": name, "cases": cases, "rounds": rounds, "dry": dry}
+    result, error = gpu_process.run(__file__, task, dry or name in ("FlexAttention", "torch"), minutes)
     if not error:
         return result  # type: ignore[no-any-return]
     failed = {"name": name, "status": "failed", "reason": error, "teraflops": None}

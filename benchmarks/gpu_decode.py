@@ -48,13 +48,13 @@ def figures(name: str, case: DecodeCase, bandwidth: float, rounds: int, dry: boo
     row = {"name": name} | case._asdict() | {"codec": case.codec or "none", "status": "ok", "reason": ""}
     try:
         step = CONTENDERS[name](case, dry)
-        wrong = error(step, step.wait(step.run()), case)
+        difference = error(step, step.wait(step.run()), case)
     except Refused as refusal:
         return row | {"status": "refused", "reason": str(refusal)}
     except Exception as failure:
         return row | {"status": "failed", "reason": f"{type(failure).__name__}: {failure}"}
-    if not wrong <= TOLERANCE:
-        return row | {"status": "wrong", "reason": f"by {wrong:.2g} of the largest element"}
+    if not difference <= TOLERANCE:
+        return row | {"status": "wrong", "reason": f"differs by {difference:.2g} of the largest element"}
     if dry:
         return row
     from gpu_timing import measure
@@ -70,10 +70,12 @@ def figures(name: str, case: DecodeCase, bandwidth: float, rounds: int, dry: boo
     } | share  # fmt: skip
 
 
-def in_its_own_process(name: str, cases: list[DecodeCase], given: dict[str, Any], minutes: int) -> list[dict[str, Any]]:
+def in_its_own_process(
+    name: str, cases: list[DecodeCase], settings: dict[str, Any], minutes: int
+) -> list[dict[str, Any]]:
     """`figures` of all cases in a separate process. If it fails, all rows have the status failed and its last line."""
-    task = {"name": name, "cases": cases, "given": given}
-    rows, reason = gpu_process.run(__file__, task, given["dry"] or name != "attnops-triton", minutes)
+    task = {"name": name, "cases": cases, "settings": settings}
+    rows, reason = gpu_process.run(__file__, task, settings["dry"] or name != "attnops-triton", minutes)
     if not reason:
         return rows  # type: ignore[no-any-return]
     return [{"name": name} | case._asdict() | {"status": "failed", "reason": reason} for case in cases]
@@ -103,8 +105,8 @@ def main(
     """Check and time steps of decoding."""
     if worker is not None and json is not None:
         task = json_module.loads(worker.read_text())
-        done = [figures(task["name"], DecodeCase(*fields), **task["given"]) for fields in task["cases"]]
-        json.write_text(json_module.dumps(done))
+        rows = [figures(task["name"], DecodeCase(*fields), **task["settings"]) for fields in task["cases"]]
+        json.write_text(json_module.dumps(rows))
         return
     if dry:
         length, batch, kv_heads, groups, head_dim = [70], [2], 1, 2, 16
@@ -113,8 +115,8 @@ def main(
         DecodeCase(n, B, one, scales if one else "", page, kv_heads, groups, head_dim, dtype)
         for one in codec or ["", "float8_e4m3fn"] for n in length or [4096, 32768, 131072] for B in batch or [1, 8, 64]
     ]  # fmt: skip
-    given = {"bandwidth": bandwidth, "rounds": rounds, "dry": dry}
-    by_contender = [in_its_own_process(name, cases, given, minutes) for name in contender or CONTENDERS]
+    settings = {"bandwidth": bandwidth, "rounds": rounds, "dry": dry}
+    by_contender = [in_its_own_process(name, cases, settings, minutes) for name in contender or CONTENDERS]
     rows = [row for case_rows in zip(*by_contender, strict=True) for row in case_rows]
     device = next((row["device"] for row in rows if "device" in row), "nothing was timed")
     table = Table(title="nothing is timed in a dry run" if dry else device)

@@ -178,8 +178,8 @@ def bundles_a_byte(name: str, case: PeerCase, generation: str) -> float | None:
 def peer_loop(schedule: Schedule) -> int:
     """Bundles of the loop over blocks, in steady state."""
     runs: list[list[int]] = [[]]
-    for i, deep in enumerate(schedule.depths):
-        if deep >= 2:  # 1 is the grid's loop, or that over rows
+    for i, depth in enumerate(schedule.depths):
+        if depth >= 2:  # 1 is the grid's loop, or that over rows
             runs[-1].append(i)
         elif runs[-1]:
             runs.append([])

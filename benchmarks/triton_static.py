@@ -146,14 +146,14 @@ def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str
 
 
 @contextlib.contextmanager
-def ordinary() -> Iterator[None]:
-    """A context in which the kernels of all architectures serve Hopper and sm_100 too."""
-    kept = dict(tile_sizes.SPECIALISED)
+def without_specialised() -> Iterator[None]:
+    """A context without the specialised kernels: those of all architectures serve Hopper and sm_100 too."""
+    specialised = dict(tile_sizes.SPECIALISED)
     tile_sizes.SPECIALISED.clear()
     try:
         yield
     finally:
-        tile_sizes.SPECIALISED.update(kept)
+        tile_sizes.SPECIALISED.update(specialised)
 
 
 def main(
@@ -166,23 +166,25 @@ def main(
 ) -> None:
     """Compile the kernels, and print their figures."""
     if tiles:
-        given = TileSizes(*(int(x) for x in tiles.split(",")))
+        sizes = TileSizes(*(int(x) for x in tiles.split(",")))
         tile_sizes.SPECIALISED.clear()
         for by_size in tile_sizes.TABLE.values():
             for by_dim in by_size.values():
                 for limit in by_dim:
-                    by_dim[limit] = (given,) * 4
+                    by_dim[limit] = (sizes,) * 4
     rows = []
-    for one in arch or SHARED_MEMORY:
+    for architecture in arch or SHARED_MEMORY:
         for dim in head_dim or HEAD_DIMS:
-            rows += measure(one, dim, dtype, masked)
+            rows += measure(architecture, dim, dtype, masked)
             if any(row["specialised"] for row in rows[-3:]):
-                if one == "sm_90":
+                if architecture == "sm_90":
                     with unordered():
-                        rows += [row for row in measure(one, dim, dtype, masked) if row["kernel"] == "backward"]
-                with ordinary():
-                    rows += measure(one, dim, dtype, masked)
-                rows += flash_attention(one, dim, masked)
+                        rows += [
+                            row for row in measure(architecture, dim, dtype, masked) if row["kernel"] == "backward"
+                        ]
+                with without_specialised():
+                    rows += measure(architecture, dim, dtype, masked)
+                rows += flash_attention(architecture, dim, masked)
     table = Table(
         title=f"{dtype}, {LENGTH} tokens, {'causal' if masked else 'no mask'}; the step is over one FULL tile"
     )

@@ -46,9 +46,9 @@ def packed(operation: attnops.OperationImpl) -> Attention:
 
 @functools.cache
 def packed_in_reverse(operation: attnops.OperationImpl) -> Attention:
-    """The same, but with keys and values laid out from the last to the first, and so summed in another order.
+    """`packed` with keys and values laid out from the last to the first, and so summed in another order.
 
-    Equal to `packed` in exact arithmetic; only rounding differs, as it does between implementations.
+    In exact arithmetic both are equal; only rounding differs, as it does between implementations.
     """
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:

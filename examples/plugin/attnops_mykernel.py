@@ -28,7 +28,7 @@ class MyAttention(VanillaAttention):  # what it can't serve runs the core's nati
     def unsupported(self, request):  # reasons that limits can't express
         for name, length in (("T", request.query_length), ("S", request.key_length)):
             if length % BLOCK:
-                yield Reason(name, length, f"must be a multiple of {BLOCK}", "pad it, see attnops.kernels")
+                yield Reason(name, length, f"must be a multiple of {BLOCK}", "use attnops.kernels.pad_to_multiple")
         if not request.mask_structure.is_band:
             yield Reason("mask", request.mask, "must be causal or a window, the same for every batch and head")
 
@@ -70,7 +70,7 @@ def attend(query, key, value, band, scale, interpret):
 
 
 def plain(query, key, value, band, scale):
-    """The same in plain JAX, for the backward pass."""
+    """`attend` in plain JAX, for the backward pass."""
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     one = functools.partial(tile, first=0, band=band, scale=scale)

@@ -65,7 +65,7 @@ def main() -> int:
 
     worst = distance()
     who = f"process {jax.process_index()} of {jax.process_count()}"
-    print(f"{who}, {devices} devices: {worst:.1e} from one device", flush=True)
+    print(f"{who}, {devices} devices: error {worst:.1e} relative to one device", flush=True)
     for _ in range(options.runs - 1):
         worst = float(np.maximum(worst, distance()))
     if options.runs > 1:

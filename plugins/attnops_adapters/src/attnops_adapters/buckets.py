@@ -11,7 +11,7 @@ from attnops.masks import And, Causal, KeyPadding, Lengths, Mask
 from attnops.masks.pytree import replaced
 from attnops.typing import Leaf
 
-# With T ≠ S the keys are those of a growing cache, which are padded to at least this many.
+# The least padded S if T ≠ S, where the keys are those of a growing cache.
 _CACHE = 64
 
 

@@ -77,8 +77,8 @@ def command(
 ) -> None:
     """Say what would run a call of attention and, for each other implementation, every reason why it can't.
 
-    Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if there is no
-    such call or operation.
+    Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if the call is
+    invalid or the operation is unknown.
     """
     find_devices()
     S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or head_dim
@@ -164,7 +164,7 @@ def _dtype(name: str) -> Any:
         dtype = jnp.dtype(name)
     except TypeError:
         raise ValueError(f"dtype={name!r} is unknown; use float32, bfloat16 or float16") from None
-    if dtype == jnp.float64:  # would become float32, where x64 is off
+    if dtype == jnp.float64:  # without jax_enable_x64 it would become float32
         raise ValueError("dtype='float64', but must be float32, bfloat16 or float16")
     return dtype
 

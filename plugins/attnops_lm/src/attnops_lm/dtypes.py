@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound="Decoder")
 
 
 def floating(name: str, dtype: Any) -> jnp.dtype[Any]:
-    """The dtype, checked to be one of weights.
+    """The dtype as a `numpy.dtype`, if weights can have it.
 
     Args:
         name: the argument's name, for errors.
@@ -28,7 +28,9 @@ def floating(name: str, dtype: Any) -> jnp.dtype[Any]:
     """
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise ValueError(f"{name} is {dtype.name}, but must be floating-point of at least 16 bits; see quantize for 8")
+        raise ValueError(
+            f"{name} is {dtype.name}, but must be floating-point of at least 16 bits; for 8 use quantize()"
+        )
     return dtype
 
 

@@ -59,12 +59,12 @@ def load_smollm2(**options: Any) -> tuple[CausalLM, Tokenizer]:
 
 
 def load_tokenizer() -> Tokenizer:
-    """SmolLM2's tokenizer alone."""
+    """SmolLM2's tokenizer, without its model."""
     return tokenizer_of(smollm2_path())
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file, see `Tokenizer.from_gguf`."""
+    """The tokenizer of a GGUF file, byte-level BPE as SmolLM's; `ValueError` for any other."""
     return Tokenizer.from_gguf(_fields(gguf.GGUFReader(path)))
 
 

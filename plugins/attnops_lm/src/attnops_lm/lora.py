@@ -61,7 +61,9 @@ def apply(
 
     result = with_modules(model, (Linear, QuantizedLinear), wrap)
     if not has_lora(result):
-        raise ValueError(f"lora_pattern={lora_pattern!r} matches no linear layer; paths are as layers.0.attention.q")
+        raise ValueError(
+            f"lora_pattern={lora_pattern!r} matches no linear layer; a path is, for example, layers.0.attention.q"
+        )
     return result
 
 

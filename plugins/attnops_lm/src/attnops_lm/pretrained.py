@@ -23,7 +23,7 @@ class Pretrained:
 
     @classmethod
     def head_options(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the class that a Hugging Face ``config.json`` has, beyond a `Config`."""
+        """The class's arguments, besides the `Config`, that are read from a Hugging Face ``config.json``."""
         return {}
 
     @classmethod

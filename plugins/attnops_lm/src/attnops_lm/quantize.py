@@ -118,7 +118,9 @@ def quantize(
 
     result = with_modules(model, (Linear, QuantizedLinear), quantized)
     if not count:
-        raise ValueError(f"pattern={config.pattern!r} matches no linear layer; paths are as layers.0.attention.q")
+        raise ValueError(
+            f"pattern={config.pattern!r} matches no linear layer; a path is, for example, layers.0.attention.q"
+        )
     if verbose:
         _log.warning("%d layers quantised, %d bytes before, %d after", count, bytes_of(model), bytes_of(result))
     return result

@@ -50,7 +50,7 @@ def main() -> int:
         assert np.array_equal(np.asarray(gathered), np.asarray(given))
     assert np.array_equal(sharded.generate(ids, max_new_tokens=4).tokens, tokens)
     who = f"process {jax.process_index()} of {jax.process_count()}"
-    print(f"{who}, {jax.device_count()} devices: {worst:.1e} from one device", flush=True)
+    print(f"{who}, {jax.device_count()} devices: error {worst:.1e} relative to one device", flush=True)
     return int(not worst <= BOUND)
 
 

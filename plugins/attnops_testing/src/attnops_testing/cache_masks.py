@@ -108,7 +108,7 @@ def mask_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: in
     return ScoreCase(*simple[name])
 
 
-_BUCKETS: Final = 8, 16  # of RelativePosition, and its largest distance
+_BUCKETS: Final = 8, 16  # RelativePosition's number of buckets and largest distance
 
 
 def bias_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> ScoreCase:

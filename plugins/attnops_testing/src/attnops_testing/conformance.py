@@ -48,7 +48,7 @@ class OperationConformance:
             refuses with a reason. A behaviour named here may also raise any exception. ``"caches"`` stands for every
             call over a cache. Names in this set must not be right; others may be refused too, unless ``strict``.
         strict: whether a feature that is refused must be in ``refuses``; so must a pair whose features are served
-            alone, as ``"GQA + Causal"``.
+            singly, as ``"GQA + Causal"``.
         limit: seconds per case; by default 100, or 300 in an interpreter. A case that needs more is reported with its
             stack, and ends the run.
         slow: the names of tests, such as "test_behaviour", and of cases, such as "vmap", that are marked ``slow`` too.

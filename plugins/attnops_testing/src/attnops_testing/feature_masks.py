@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ExpectedMask(NamedTuple):
-    """A mask, and the booleans that it must be, [B or 1, H or 1, T or 1, S or 1]."""
+    """A mask and its expected booleans, [B or 1, H or 1, T or 1, S or 1]."""
 
     mask: Mask
     visible: Array
@@ -38,7 +38,7 @@ MaskCase = Callable[[int, int, int, int], ExpectedMask]
 
 
 class Padding(NamedTuple):
-    """A mask that hides tokens, its booleans, and the hidden tokens by argument, booleans [B, length]."""
+    """A mask, its expected booleans, and which tokens it hides: booleans [B, length] for query, key and value."""
 
     mask: Mask
     visible: Array

@@ -165,7 +165,11 @@ class Subject:
             ValueError: no operation has the name, or it is not an operation on query, key and value.
             PluginError: the operation's plugin can't be loaded.
         """
-        cls = OperationRegistry.get(self.operation, self.at) if isinstance(self.operation, str) else self.operation
+        cls = (
+            OperationRegistry.get(self.operation, self.checked_platform)
+            if isinstance(self.operation, str)
+            else self.operation
+        )
         if not issubclass(cls, OperationImpl):
             raise ValueError(
                 f"operation={self.operation!r} is not attention of query, key and value; {_OTHER_REFERENCES}"
@@ -180,14 +184,14 @@ class Subject:
         )
 
     @property
-    def at(self) -> str:
+    def checked_platform(self) -> str:
         """The platform for which the operation is checked."""
         return find_platform(self.base.platform, self.base.mesh, ())
 
     @property
     def forward(self) -> str:
         """The forward that is checked, such as ``"tpu"`` or ``"native"``."""
-        return forward_for(self.cls, self.at)
+        return forward_for(self.cls, self.checked_platform)
 
     @property
     def name(self) -> str:
@@ -222,8 +226,8 @@ class Subject:
             return
         if not _is_core(self.cls):
             raise NothingToCheckError(
-                f"{self.name} on {self.at}: {self.cls.__module__}.{self.cls.__qualname__} does not override "
-                f"forward_{self.at}, so that the core's forward_native would be checked; state the platform that it "
+                f"{self.name} on {self.checked_platform}: {self.cls.__module__}.{self.cls.__qualname__} does not override "
+                f"forward_{self.checked_platform}, so that the core's forward_native would be checked; state the platform that it "
                 f"serves"
             )
         if not isinstance(self.operation, str) or self.operation.startswith(f"{CORE}:"):
@@ -236,8 +240,8 @@ class Subject:
         failed_here = [text for text in failed if f":{self.operation} is " in text]
         if failed_here or self.platform not in (None, "cpu"):
             raise NothingToCheckError(
-                f"no installed plugin overrides forward_{self.at} for {self.operation!r}; did yours load? see "
-                f"`attnops doctor`; {CORE}:{self.operation} checks the core's own{''.join(failed)}"
+                f"no installed plugin overrides forward_{self.checked_platform} for {self.operation!r}; `attnops doctor` "
+                f"says whether yours loads; {CORE}:{self.operation} checks the core's own{''.join(failed)}"
             )
 
     @functools.cached_property

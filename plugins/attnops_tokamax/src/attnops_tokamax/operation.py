@@ -64,7 +64,7 @@ class MosaicAttention(FlashAttention):
             yield Reason("tokamax", None, "must be installed", "pip install tokamax")
         version = capability()
         if version is None or int(version) not in GENERATIONS:
-            rule = "must be Hopper (9.0) or Blackwell (10.0, 10.3): tokamax compiles for the default device alone"
+            rule = "must be Hopper (9.0) or Blackwell (10.0, 10.3): tokamax compiles only for the default device"
             yield Reason("compute capability of jax_default_device", version, rule, "use 'flash'")
         structure = request.mask_structure
         if not structure.is_full and not structure.is_causal:

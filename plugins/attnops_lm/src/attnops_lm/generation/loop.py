@@ -74,8 +74,8 @@ class Call:
         c = self.config
         sampling = Sampling.create()
         if c.do_sample:
-            off = 1.0 if c.top_p is None else c.top_p
-            sampling = Sampling.create(c.temperature, c.top_k or 0, off, c.min_p or 0.0)
+            top_p = 1.0 if c.top_p is None else c.top_p
+            sampling = Sampling.create(c.temperature, c.top_k or 0, top_p, c.min_p or 0.0)
         # At least two entries, so that no, one or two end tokens share a program.
         ends = (*self.eos, *(-1,) * (2 - len(self.eos)))
         numbers: Any = (

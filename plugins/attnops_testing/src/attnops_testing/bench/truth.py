@@ -22,7 +22,7 @@ class Truth:
 
     The oracle is too slow for a long case as a whole, but not for some of its queries, since each query's output is
     independent of the others. With a cotangent that is 0 at all other queries the gradients, those of key and value
-    included, depend on these queries alone, and the timed program can compute them unchanged.
+    included, depend only on these queries, and the timed program can compute them unchanged.
 
     Attributes:
         rows: the queries that are checked: all if they are few, else the first, the last and some in between.

@@ -98,7 +98,7 @@ def command(
     With --cache, time attention over a cache: in bytes per second of the tokens that are seen, and as a share of the
     speed at which the same run reads as many bytes once. Peers attend to plain arrays of the same tokens.
 
-    Exits with 1 if one is wrong or failed, with 2 if there is no such call or operation.
+    Exits with 1 if one is wrong or failed, with 2 if the call is invalid or the operation is unknown.
     """
     if plot is not None:
         needs_matplotlib("the plot")

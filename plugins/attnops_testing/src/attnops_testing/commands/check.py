@@ -147,18 +147,18 @@ def _require_platform(subject: Subject) -> None:
         NothingToCheckError: JAX has no device of the kernel's platform, and the kernel is not interpreted.
     """
     here = {platform_of(device) for device in jax.local_devices()}
-    if not subject.interpret and subject.at not in here and subject.forward != "native":
+    if not subject.interpret and subject.checked_platform not in here and subject.forward != "native":
         hint = "add --interpret, which runs the kernel in its interpreter"
         raise NothingToCheckError(
-            f"{subject.name} is for {subject.at}, but JAX has only {', '.join(sorted(here))} here: "
-            f"{'set JAX_PLATFORMS=cpu' if subject.at == 'cpu' else hint}"
+            f"{subject.name} is for {subject.checked_platform}, but JAX has only {', '.join(sorted(here))} here: "
+            f"{'set JAX_PLATFORMS=cpu' if subject.checked_platform == 'cpu' else hint}"
         )
 
 
 def _heading(subject: Subject) -> str:
     """The forward that is checked, and the sizes of the problems."""
     forward, where = subject.place
-    text = f"{subject.name}: {forward} on {subject.at}"
+    text = f"{subject.name}: {forward} on {subject.checked_platform}"
     if subject.base.interpret:
         text += ", interpreted"
     fit, long = subject.fit, subject.long.fit
@@ -220,7 +220,7 @@ def _described(subject: Subject, outcomes_by_section: dict[str, list[Outcome]]) 
     forward, where = subject.place
     return {
         "operation": subject.name,
-        "platform": subject.at,
+        "platform": subject.checked_platform,
         "forward": subject.forward,
         "function": forward,
         "file": where,

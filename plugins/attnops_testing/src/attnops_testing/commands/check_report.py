@@ -53,7 +53,7 @@ class CheckReport:
             self._stdout.flush()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Print outcomes, and keep them. `close` prints refusals and right pairs."""
+        """Keep outcomes, and print all but refusals and right pairs, which `close` prints or counts."""
         known = {x.name for x in self.outcomes[self._section]}
         if self._section == "pairs":  # a pair may be in several rows
             outcomes = [x for x in outcomes if x.name not in known or x.status is Status.WRONG]
@@ -85,14 +85,14 @@ class CheckReport:
         self._stdout.flush()
 
     def ended(self, outcome: Outcome) -> None:
-        """Print the outcomes so far, if a check did not end in time; the process ends afterwards."""
+        """Print this outcome and the summary: a check did not end in time, so that the process is stopped."""
         with contextlib.redirect_stdout(self._stdout):
             self._verbose = True
             self.add([outcome])
             self.finish()
 
     def finish(self) -> None:
-        """Print what was found: explanations, counts, and what is wrong."""
+        """Print the summary: explanations, counts, and the names of what is wrong."""
         if self._described is not None:
             stopped = {"stopped": True} if self.stopped else {}
             print_json(

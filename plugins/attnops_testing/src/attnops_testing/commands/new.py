@@ -56,7 +56,7 @@ BLOCK = 64  # queries that a program of the kernel computes, and keys a step of 
 }
 _MULTIPLE: Final = """\
             if length % BLOCK:
-                yield Reason(name, length, f"must be a multiple of {BLOCK}", "pad it, see attnops.kernels")
+                yield Reason(name, length, f"must be a multiple of {BLOCK}", "use attnops.kernels.pad_to_multiple")
 """
 _UNSUPPORTED: Final = {
     "tpu": """\
@@ -137,7 +137,7 @@ def command(
         if place.exists():
             raise FileExistsError(f"{place} exists: choose another name, state another --folder, or move it away")
         if not folder.is_dir():
-            raise FileNotFoundError(f"--folder {folder} is no folder: create it first, or state another")
+            raise FileNotFoundError(f"--folder {folder} is not a folder: create it first, or state another")
         write(place, kind, values)
     except (ValueError, OSError) as error:
         fail(error, 2)

@@ -24,16 +24,16 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 
 def counted(mask: Any, length: int, devices: int, order: str) -> dict[str, Any]:
-    """For a mask and an order: the tiles of the busiest device divided by the mean, hops, and bytes per hop."""
+    """For a mask and an order: the tiles of the busiest device divided by the mean, and bytes per hop."""
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import block_map
     from attnops.sharding import create_mesh
     from attnops_ring import positions
 
-    laid = positions(length, devices, order)  # type: ignore[arg-type]
+    tokens = positions(length, devices, order)  # type: ignore[arg-type]
     # A tile has tokens that are neighbours on a device.
-    moved = mask.at(laid, laid) if order != "contiguous" else mask
-    coverage = np.asarray(block_map(moved, (1, 1, length, length), TILE, TILE).coverage)[0, 0] > 0
+    reordered = mask.at(tokens, tokens) if order != "contiguous" else mask
+    coverage = np.asarray(block_map(reordered, (1, 1, length, length), TILE, TILE).coverage)[0, 0] > 0
     by_device = coverage.sum(axis=1).reshape(devices, -1).sum(axis=1)
 
     mesh = create_mesh((devices,), ("sp",), devices=jax.devices()[:devices])

@@ -135,12 +135,12 @@ def timings(timed: dict[str, Any], rounds: int) -> dict[tuple[str, int], float]:
         jax.block_until_ready(program(*arguments))
         return time.perf_counter() - start
 
-    sides = {
-        (name, i): functools.partial(seconds, *given) for name, programs in timed.items()
-        for i, given in enumerate(programs)
+    calls = {
+        (name, i): functools.partial(seconds, *call) for name, programs in timed.items()
+        for i, call in enumerate(programs)
     }  # fmt: skip
     # The first round compiles.
-    return {side: statistics.median(x[1:]) * 1e3 for side, x in in_turns(sides, rounds + 1).items()}
+    return {key: statistics.median(times[1:]) * 1e3 for key, times in in_turns(calls, rounds + 1).items()}
 
 
 def print_rows(rows: list[dict[str, Any]], length: int, devices: int) -> None:
@@ -175,7 +175,7 @@ def main(
 
     mesh = Mesh(np.array(jax.devices()[:devices]), (AXIS,))
     rng = np.random.default_rng(0)
-    given = [jnp.asarray(rng.normal(size=(1, length, n, HEAD_DIM)), jnp.float32)
+    arrays = [jnp.asarray(rng.normal(size=(1, length, n, HEAD_DIM)), jnp.float32)
              for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]  # fmt: skip
     flash: Any = OperationRegistry.create("flash")
 
@@ -186,7 +186,7 @@ def main(
 
         return run
 
-    exact = jax.jit(both(lambda q, k, v: flash(q, k, v, mask=Causal()).attention_outputs))(*given)
+    exact = jax.jit(both(lambda q, k, v: flash(q, k, v, mask=Causal()).attention_outputs))(*arrays)
     place = NamedSharding(mesh, PartitionSpec(None, AXIS))
     kv_bytes = 2 * (length // devices) * KV_HEADS * HEAD_DIM * 4
     rows, timed = [], {}
@@ -195,10 +195,10 @@ def main(
         rows.append(row)
         try:
             attention = make(mesh, length, order)
-            sent = bytes_sent(jax.make_jaxpr(attention)(*given[:3]).jaxpr)
+            sent = bytes_sent(jax.make_jaxpr(attention)(*arrays[:3]).jaxpr)
             row["K and V sent forward"] = sent / kv_bytes
-            row["both ways"] = bytes_sent(jax.make_jaxpr(both(attention))(*given).jaxpr) / kv_bytes
-            arguments = [jax.device_put(reorder(x, devices, order), place) for x in given]  # type: ignore[arg-type]
+            row["both ways"] = bytes_sent(jax.make_jaxpr(both(attention))(*arrays).jaxpr) / kv_bytes
+            arguments = [jax.device_put(reorder(x, devices, order), place) for x in arrays]  # type: ignore[arg-type]
             forward, backward = jax.jit(attention), jax.jit(both(attention))
             results = [restore(x, devices, order) for x in backward(*arguments)]  # type: ignore[arg-type]
             row["largest error"] = max(

@@ -160,7 +160,7 @@ class Problem:
         return operation.reasons(self.request(operation))
 
     def program(self, operation: OperationImpl, gradients: bool = True) -> Function:
-        """A function of `arguments` that gives outputs and gradients by name, for `jax.jit` and other transformations."""
+        """A function of `arguments` that gives outputs and gradients by name; JAX can transform it."""
 
         def both(inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], mask: Mask | None = None) -> PyTree:
             if not gradients:

@@ -226,9 +226,9 @@ class Subject:
             return
         if not _is_core(self.cls):
             raise NothingToCheckError(
-                f"{self.name} on {self.checked_platform}: {self.cls.__module__}.{self.cls.__qualname__} does not override "
-                f"forward_{self.checked_platform}, so that the core's forward_native would be checked; state the platform that it "
-                f"serves"
+                f"{self.name} on {self.checked_platform}: {self.cls.__module__}.{self.cls.__qualname__} does not "
+                f"override forward_{self.checked_platform}, so that the core's forward_native would be checked; state "
+                f"the platform that it serves"
             )
         if not isinstance(self.operation, str) or self.operation.startswith(f"{CORE}:"):
             return
@@ -240,8 +240,8 @@ class Subject:
         failed_here = [text for text in failed if f":{self.operation} is " in text]
         if failed_here or self.platform not in (None, "cpu"):
             raise NothingToCheckError(
-                f"no installed plugin overrides forward_{self.checked_platform} for {self.operation!r}; `attnops doctor` "
-                f"says whether yours loads; {CORE}:{self.operation} checks the core's own{''.join(failed)}"
+                f"no installed plugin overrides forward_{self.checked_platform} for {self.operation!r}; `attnops "
+                f"doctor` says whether yours loads; {CORE}:{self.operation} checks the core's own{''.join(failed)}"
             )
 
     @functools.cached_property

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 
-def run(script: str, given: dict[str, Any], on_cpu: bool, minutes: int) -> tuple[Any, str]:
+def run(script: str, task: dict[str, Any], on_cpu: bool, minutes: int) -> tuple[Any, str]:
     """Returns (the JSON that a script writes, ""), or (None, the reason why it failed).
 
     Args:
-        script: run as ``script --worker GIVEN.json --json RESULT.json``.
-        given: the contents of GIVEN.json.
+        script: run as ``script --worker TASK.json --json RESULT.json``.
+        task: the contents of TASK.json.
         on_cpu: whether JAX must not use the GPU.
         minutes: the time after which the process is stopped.
     """
@@ -24,9 +24,9 @@ def run(script: str, given: dict[str, Any], on_cpu: bool, minutes: int) -> tuple
     if on_cpu:
         environment["JAX_PLATFORMS"] = "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        source, result = Path(folder) / "given.json", Path(folder) / "result.json"
-        source.write_text(json.dumps(given))
-        command = [sys.executable, script, "--worker", str(source), "--json", str(result)]
+        task_file, result = Path(folder) / "task.json", Path(folder) / "result.json"
+        task_file.write_text(json.dumps(task))
+        command = [sys.executable, script, "--worker", str(task_file), "--json", str(result)]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60 * minutes)
         except subprocess.TimeoutExpired:

@@ -41,7 +41,7 @@ def transfers(cache: PagedCache, window: int | None, generation: str) -> list[in
     sizes: list[int] = []
     write = DMA.execute_write
 
-    def spy(self: Any) -> None:
+    def record(self: Any) -> None:
         if self.data is not None:
             sizes.append(self.data_size)
         write(self)
@@ -50,7 +50,7 @@ def transfers(cache: PagedCache, window: int | None, generation: str) -> list[in
     operation = OperationRegistry.create("attnops-tpu:flash", metadata)
     mask = Causal() if window is None else Causal() & SlidingWindow(window - 1, 0)
     query = jnp.zeros((cache.batch, 1, cache.kv_heads * GROUPS, cache.head_dim), cache.dtype)
-    DMA.execute_write = spy  # type: ignore[method-assign]
+    DMA.execute_write = record  # type: ignore[method-assign]
     try:
         with target(generation):
             jax.block_until_ready(jax.jit(lambda query, cache: operation(query, cache, mask=mask))(query, cache))

@@ -13,7 +13,7 @@ Any other Pallas kernel::
     python benchmarks/tpu_schedule.py --function my_module:my_function --argument 'bfloat16[8,4096,128]' --tiles 4
 
 Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``. Compiling takes about ten seconds per kernel.
-See `attnops_tpu.schedule` for the columns, and to read schedules of other programs.
+The columns are uses of each unit of a core, `attnops_tpu.schedule.UNITS`; that module reads schedules of other programs.
 """
 
 from __future__ import annotations
@@ -137,30 +137,30 @@ CONTENDERS: dict[str, Callable[[Job, int], tuple[Callable[..., Any], list[Any]]]
 }
 
 
-def run(what: dict[str, Any], generation: str, kernel: str) -> tuple[Schedule, dict[str, Any]]:
+def run(task: dict[str, Any], generation: str, kernel: str) -> tuple[Schedule, dict[str, Any]]:
     """Compile in a separate process, and read the schedule and the memory figures."""
-    command = [str(Path(__file__).resolve()), "child", json.dumps(what), generation]
+    command = [str(Path(__file__).resolve()), "child", json.dumps(task), generation]
     schedule, printed = measure(command, kernel or None)
     return schedule, json.loads(printed.strip().splitlines()[-1])
 
 
-def child(what: dict[str, Any], generation: str) -> None:
+def child(task: dict[str, Any], generation: str) -> None:
     """In a separate process: compile, and print the memory figures."""
     import jax
 
-    if "function" in what:
-        module, name = what["function"].split(":")
+    if "function" in task:
+        module, name = task["function"].split(":")
         sys.path.insert(0, os.getcwd())
         function = getattr(importlib.import_module(module), name)
         arguments = []
-        for text in what["arguments"]:
+        for text in task["arguments"]:
             dtype, dims = text.rstrip("]").split("[")
             arguments.append(jax.ShapeDtypeStruct(tuple(int(n) for n in dims.split(",") if n), dtype))
         tiles = None
     else:
-        job = Job(*what["job"])
-        function, arguments = CONTENDERS[job.name](job, what["head_dim"])
-        tiles = job.tiles or _attnops_tiles(what["head_dim"], generation)
+        job = Job(*task["job"])
+        function, arguments = CONTENDERS[job.name](job, task["head_dim"])
+        tiles = job.tiles or _attnops_tiles(task["head_dim"], generation)
     memory = compile_for(function, arguments, generation).memory_analysis()
     print(json.dumps({"temporaries": memory.temp_size_in_bytes, "code": memory.generated_code_size_in_bytes,
                       "tiles": tiles}))  # fmt: skip
@@ -185,7 +185,7 @@ def compare(
             if not only or job.name in only]  # fmt: skip
     rows: list[dict[str, Any]] = []
 
-    def one(item: tuple[str, int, str, Job]) -> dict[str, Any]:
+    def row_of(item: tuple[str, int, str, Job]) -> dict[str, Any]:
         generation, head_dim, name, job = item
         row = {"generation": generation, "head_dim": head_dim, "pass": name, "name": job.name, "blocks": job.blocks}
         try:
@@ -198,7 +198,7 @@ def compare(
 
     with Progress(console=Console(stderr=True)) as progress, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         task = progress.add_task("compiling", total=len(work))
-        for row in pool.map(one, work):
+        for row in pool.map(row_of, work):
             progress.advance(task)
             rows.append(row)
     return rows

@@ -190,9 +190,9 @@ def main(
 ) -> None:
     """Compile the kernels, and print their figures."""
     rows = []
-    for one in arch or ["sm_90"]:
+    for architecture in arch or ["sm_90"]:
         for dim in head_dim or [128]:
-            cases = [Case(one, dim, groups, size, codec) for size in page or [16, 64] for codec in CODECS]
+            cases = [Case(architecture, dim, groups, size, codec) for size in page or [16, 64] for codec in CODECS]
             rows += [attnops(case) | (vllm(case, vllm_checkout) if vllm_checkout else {}) for case in cases]
     table = Table(title=f"instructions of a warp, G {groups}, bfloat16 queries")
     shown = [name for name in rows[0] if any(row.get(name) for row in rows)]

@@ -49,7 +49,7 @@ def main() -> int:
         return out, *pull_back(qkv[3])
 
     spec = NamedSharding(mesh, metadata.get_shardings(q, k).query)
-    given = [jax.make_array_from_callback(x.shape, spec, lambda index, x=x: x[index]) for x in (q, k, v, d_out)]
+    sharded = [jax.make_array_from_callback(x.shape, spec, lambda index, x=x: x[index]) for x in (q, k, v, d_out)]
     program = jax.jit(lambda *x: both(OperationRegistry.create("ring", metadata), *x))
     with jax.default_device(jax.local_devices()[0]):
         expected = jax.jit(lambda *x: both(OperationRegistry.create("attnops:vanilla"), *x))(
@@ -58,7 +58,7 @@ def main() -> int:
 
     def distance() -> float:
         """The largest difference in this process's shards in one run; NaN if there is a NaN."""
-        pairs = zip(program(*given), expected, strict=True)
+        pairs = zip(program(*sharded), expected, strict=True)
         return float(
             np.max([np.abs(part.data - exact[part.index]).max() for x, exact in pairs for part in x.addressable_shards])
         )

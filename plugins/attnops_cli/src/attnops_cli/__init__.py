@@ -100,9 +100,9 @@ def make_app() -> typer.Typer:
 
     def make_command(name: str) -> Any:
         def make(function: Any) -> Any:
-            alone = typer.Typer(add_completion=False, context_settings=context_settings)
-            alone.command(name, cls=Command)(function)
-            return typer.main.get_command(alone)
+            single = typer.Typer(add_completion=False, context_settings=context_settings)
+            single.command(name, cls=Command)(function)
+            return typer.main.get_command(single)
 
         return commands.load(name, declared, make)
 

@@ -46,8 +46,8 @@ def made_source(name: str | None, options: str | None, value_head_dim: int | Non
     owners = {normalize(x.dist.name): x for x in entries if x.dist and x.name.lower() == name.lower()}
     if not owners:
         known = sorted(entry.name for entry in entries)
-        which = f"use one of {known}" if known else "pip install attnops-caches, for example"
-        raise ValueError(f"source={name!r} is unknown; {which}")
+        hint = f"use one of {known}" if known else "pip install attnops-caches, for example"
+        raise ValueError(f"source={name!r} is unknown; {hint}")
     if len(owners) > 1:
         raise ValueError(f"{' and '.join(sorted(owners))} have a source={name!r}: uninstall all but one of them")
     ((owner, entry),) = owners.items()

@@ -54,14 +54,14 @@ def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradie
     at_score, at_head = CASES[case]
     bias[(*_ROW, _KEY)] += at_score
     bias[(*_ROW, _HIDDEN_KEY)] = np.nan
-    given: dict[str, oracle.Array] = {"query": q, "key": k, "value": v, "bias": bias}
+    inputs: dict[str, oracle.Array] = {"query": q, "key": k, "value": v, "bias": bias}
     if sinks:
-        given["sinks"] = np.array([0.3, at_head], np.float32)
+        inputs["sinks"] = np.array([0.3, at_head], np.float32)
     dense = np.asarray(_mask(S).dense(B, H, T, S))
     out, lse, computed = _compiled(operation, sinks, gradients)(
-        {name: jnp.asarray(x) for name, x in given.items()}, d_out
+        {name: jnp.asarray(x) for name, x in inputs.items()}, d_out
     )
-    extra = {name: x for name, x in given.items() if name in ("bias", "sinks")}
+    extra = {name: x for name, x in inputs.items() if name in ("bias", "sinks")}
     expected = oracle.attention(q, k, v, mask=dense, **extra)
     np.testing.assert_allclose(out, expected.out, atol=1e-5, err_msg=f"{case}: output")
     if sinks:
@@ -85,16 +85,16 @@ def _mask(S: int) -> Mask:
 def _compiled(operation: OperationImpl, lse: bool, gradients: bool) -> Function:
     """Output, logsumexp and gradients, compiled once for all cases."""
 
-    def call(given: dict[str, PyTree]) -> tuple[jax.Array, jax.Array | None]:
-        q, k, v = (given[name] for name in ("query", "key", "value"))
-        options = {name: x for name, x in given.items() if name in ("bias", "sinks")}
+    def call(inputs: dict[str, PyTree]) -> tuple[jax.Array, jax.Array | None]:
+        q, k, v = (inputs[name] for name in ("query", "key", "value"))
+        options = {name: x for name, x in inputs.items() if name in ("bias", "sinks")}
         output = operation(q, k, v, mask=_mask(k.shape[1]), return_lse=lse, **options)
         return output.attention_outputs, output.logsumexp
 
-    def both(given: dict[str, Any], d_out: jax.Array) -> PyTree:
+    def both(inputs: dict[str, Any], d_out: jax.Array) -> PyTree:
         if not gradients:
-            return *call(given), {}
-        out, pull_back, rows = jax.vjp(call, given, has_aux=True)
-        return out, rows, pull_back(d_out)[0]
+            return *call(inputs), {}
+        out, pull_back, logsumexp = jax.vjp(call, inputs, has_aux=True)
+        return out, logsumexp, pull_back(d_out)[0]
 
     return jax.jit(both, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)

@@ -118,8 +118,8 @@ def _values(
     assert len(outputs) == len(cotangents), (
         f"there are {len(outputs)} outputs, but the reference gives {len(cotangents)}"
     )
-    given = [jnp.asarray(c).astype(out.dtype) for c, out in zip(cotangents, outputs, strict=True)]
-    return outputs, pull_back(given)
+    rounded = [jnp.asarray(c).astype(out.dtype) for c, out in zip(cotangents, outputs, strict=True)]
+    return outputs, pull_back(rounded)
 
 
 def _truth(subject: ReferenceSubject, call: _Call) -> tuple[list[Array] | None, _Results, _Results]:
@@ -146,16 +146,17 @@ def _truth(subject: ReferenceSubject, call: _Call) -> tuple[list[Array] | None, 
 
 def _compare(call: _Call, result: _Results, exact: _Results, narrow: _Results) -> None:
     """Assert that outputs and gradients agree by the tolerance rule, and have the right dtypes."""
-    for factor, what, *sides in ((OUTPUT_FACTOR, "output", result[0], exact[0], narrow[0]),
-                                 (GRADIENT_FACTOR, "gradient of ", result[1], exact[1], narrow[1])):  # fmt: skip
-        if sides[0] is None:
+    for factor, *arrays in ((OUTPUT_FACTOR, result[0], exact[0], narrow[0]),
+                            (GRADIENT_FACTOR, result[1], exact[1], narrow[1])):  # fmt: skip
+        actual, in_float64, in_dtype = arrays
+        if actual is None:
             continue
-        actual, truth, plain = sides
-        assert len(actual) == len(truth), f"there are {len(actual)} outputs, but the reference gives {len(truth)}"
-        for i, (x, wide, same) in enumerate(zip(actual, truth, plain, strict=True)):
-            name = f"output {i}" if factor == OUTPUT_FACTOR else f"{what}{call.names[i]}"
-            assert x.dtype == same.dtype, f"{name} has dtype {x.dtype}, but must have {same.dtype}, as the reference's"
-            assert_close(name, x, wide, tolerance(wide, np.asarray(same, np.float64), wide, same.dtype, factor))
+        count = len(in_float64)
+        assert len(actual) == count, f"there are {len(actual)} outputs, but the reference gives {count}"
+        for i, (x, truth, rough) in enumerate(zip(actual, in_float64, in_dtype, strict=True)):
+            name = f"output {i}" if factor == OUTPUT_FACTOR else f"gradient of {call.names[i]}"
+            assert x.dtype == rough.dtype, f"{name} has dtype {x.dtype}, but must have the reference's, {rough.dtype}"
+            assert_close(name, x, truth, tolerance(truth, np.asarray(rough, np.float64), truth, rough.dtype, factor))
 
 
 def _jit(subject: ReferenceSubject, call: _Call) -> None:

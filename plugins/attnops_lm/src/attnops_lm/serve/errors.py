@@ -31,7 +31,7 @@ class APIError(Exception):
         errors.sort(key=lambda x: x["type"] != NOT_SERVED)
         *parents, last = errors[0]["loc"] or ("",)
         param, is_unserved = name(errors[0]["loc"]), errors[0]["type"] == NOT_SERVED
-        if errors[0]["type"] == "extra_forbidden":  # whatever the client calls it
+        if errors[0]["type"] == "extra_forbidden":  # a client's own name, which may be any string
             param = f"{name(tuple(parents)) or ''}.{last}".lstrip(".")
             return cls(400, f"{param}: no such field", param, errors[0]["type"])
         same = [x for x in errors if name(x["loc"]) == param and (x["type"] == NOT_SERVED) == is_unserved]

@@ -66,7 +66,7 @@ def command(
     mask: Annotated[str, typer.Option(help='An expression of attnops.masks; "Full()" for none.')] = "Causal()",
     documents: Annotated[
         int | None,
-        typer.Option(help="Pack this many documents of random lengths, by segments known at run time only.", min=1),
+        typer.Option(help="Pack this many documents of random lengths; segments are known only at run time.", min=1),
     ] = None,
     backward: Annotated[
         bool, typer.Option("--backward/--forward", help="Time forward and backward together, or forward only.")
@@ -105,12 +105,12 @@ def command(
     find_devices()
     try:
         limit = default_memory_limit() if memory_limit is None else _bytes(memory_limit)
-        over = CacheOptions(
+        cache_options = CacheOptions(
             storage=cache, page_size=page_size, codec=codec, scales=scales, latent=latent, queries=queries, used=used,
             ragged=ragged, packed=packed,
         )  # fmt: skip
-        over.check(backward=backward, documents=documents)
-        make: Any = functools.partial(Case, backward=backward) if cache is None else over.case
+        cache_options.check(backward=backward, documents=documents)
+        make: Any = functools.partial(Case, backward=backward) if cache is None else cache_options.case
         cases = [
             make(
                 length=length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=name,
@@ -119,7 +119,7 @@ def command(
             for name in _names("dtype", dtype)
             for length in _lengths(lengths)
         ]  # fmt: skip
-        contenders = over.contenders(find(operations or None))
+        contenders = cache_options.contenders(find(operations or None))
     except (ValueError, UnknownOperationError) as error:
         fail(error, 2)
     machine = describe_machine()

@@ -191,8 +191,8 @@ def _attend(
     **options: Any,
 ) -> OperationOutput:
     masks = [*structured, *([] if mask is None else [Dense(mask)])]
-    whole = functools.reduce(operator.and_, masks) if masks else None
-    return OperationRegistry.create(operation, metadata)(query, key, value, mask=whole, **options)
+    combined = functools.reduce(operator.and_, masks) if masks else None
+    return OperationRegistry.create(operation, metadata)(query, key, value, mask=combined, **options)
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:

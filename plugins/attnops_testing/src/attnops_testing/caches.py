@@ -21,9 +21,7 @@ def check_cache(subject: Subject, names: Sequence[str], foreign: Foreign | None 
 
 
 def check_cache_row(subject: Subject, row: Sequence[str]) -> list[Outcome]:
-    """The outcomes of a row of features, checked in one program, from which features that are refused alone are left
-    out.
-    """
+    """Check a row of features in one program, without those that are refused by themselves."""
     together = check_cache(subject, row)
     if together.status is not Status.REFUSED:
         return [together]

@@ -1,4 +1,4 @@
-"""Calls of real sizes, forward and backward, which tests of kernels compile ahead of time but do not run.
+"""Calls of real sizes, forward and backward, which tests of kernels compile ahead of time but do not run::
 
 compile_for(CASES["window"].program("attnops-tpu:flash", "tpu"), CASES["window"].example, "v6e")
 """

@@ -47,9 +47,9 @@ class GenerationConfig:
         min_new_tokens: the fewest tokens before an end token may be chosen.
         do_sample: whether tokens are drawn at random; otherwise the most probable one is taken.
         temperature: scores are divided by it. This and the next three fields need ``do_sample``.
-        top_k: only the k largest scores are drawn from, and those equal to the last of them; None for all.
-        top_p: only the most probable tokens are drawn from, as few as have this probability together; None for all.
-        min_p: only tokens with at least this share of the largest probability are drawn from; None for all.
+        top_k: draws only from the tokens with the k largest scores, and those equal to the last of them; None: all.
+        top_p: draws only from the most probable tokens, as few as have this probability together; None: all.
+        min_p: draws only from tokens with at least this share of the largest probability; None: all.
         repetition_penalty: scores of tokens that occur in the row are divided by it if positive, else multiplied.
         num_beams: sequences that beam search continues; 1 for none.
         length_penalty: beams are compared by log-probability / length ** length_penalty.

@@ -111,7 +111,7 @@ def embed(
 def _encode(
     params: EncoderParams, config: EncoderConfig, tokens: SentenceTokens, attention: EncoderAttention
 ) -> jax.Array:
-    """Tokens [B, T] -> hidden states [B, T, M]; those of padding mean nothing."""
+    """Tokens [B, T] -> hidden states [B, T, M], arbitrary at padding."""
     length = tokens.ids.shape[1]
     embedded = params.words[tokens.ids] + params.positions[:length] + params.segment
     hidden = _layer_norm(params.norm, embedded, config)

@@ -32,8 +32,8 @@ def jax_nn(case: CacheCase, what: str) -> Ready:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, lengths: PyTree) -> jax.Array:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=whole, **lengths)
 
-    given = " and ".join([*lengths, *(["is_causal"] if whole else [] if mask is None else ["a mask array"])])
-    return compiled(case, attend, (*tokens.plain(case.cache.codec), mask, lengths), f"{what} with {given}", plain=True)
+    names = " and ".join([*lengths, *(["is_causal"] if whole else [] if mask is None else ["a mask array"])])
+    return compiled(case, attend, (*tokens.plain(case.cache.codec), mask, lengths), f"{what} with {names}", plain=True)
 
 
 def flax_nnx(case: CacheCase, what: str) -> Ready:

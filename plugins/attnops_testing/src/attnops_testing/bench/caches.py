@@ -217,12 +217,12 @@ def _empty(case: CacheCase) -> StoredCache:
     cache: StoredCache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     if cache.codec is not None and cache.codec.scales != "token_head":
         scale = tokens.scale(cache.codec)
-        given: dict[str, Any] = {
+        scales: dict[str, Any] = {
             name: jnp.full_like(x, scale)
             for name in ("key_scale", "value_scale")
             if (x := getattr(cache.store, name)) is not None
         }
-        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **given))
+        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **scales))
     if isinstance(cache, PagedCache):
         order = np.random.default_rng(tokens.seed + 1).permutation(cache.pages)
         return cache.with_table(order[: cache.table.size].reshape(cache.table.shape).astype(np.int32))

@@ -110,8 +110,8 @@ class Tokens:
         _, key, value = (x[row] for x in self.inputs)
         if codec is None:
             return key.astype(np.float32), value.astype(np.float32)
-        key = _through(codec, key, self)
-        return key, key[..., : self.latent] if self.latent is not None else _through(codec, value, self)
+        key = _round_trip(codec, key, self)
+        return key, key[..., : self.latent] if self.latent is not None else _round_trip(codec, value, self)
 
     @functools.cached_property
     def _plain(self) -> dict[Quantized | None, tuple[jax.Array, jax.Array, jax.Array]]:
@@ -143,7 +143,7 @@ def ragged(batch: int, used: int, queries: int, seed: int = 0) -> tuple[tuple[in
     return tuple(lengths), tuple(counts)
 
 
-def _through(codec: Quantized, x: Array, tokens: Tokens) -> Array:
+def _round_trip(codec: Quantized, x: Array, tokens: Tokens) -> Array:
     """[S, K, d] encoded and decoded."""
     scale = None
     if codec.scales != "token_head":

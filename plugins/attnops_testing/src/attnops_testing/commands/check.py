@@ -118,17 +118,17 @@ def command(
     if not json:
         print_text(heading)
     limit = default_limit(interpret) if limit is None else limit
-    end = functools.partial(limited, report=report.ended)
+    within = functools.partial(limited, report=report.ended)
     try:
         for section, checks in sections.items():
             by_row = section == "features" and feature is None
             report.section(section, list(FEATURES) if by_row else [name for name, _ in checks])
             for name, check in checks:
-                with end(name, limit), contextlib.redirect_stdout(sys.stderr):
+                with within(name, limit), contextlib.redirect_stdout(sys.stderr):
                     outcomes = check()
                 report.add(outcomes)
             report.close()
-        with end("the search for smaller problems", shrink + limit):
+        with within("the search for smaller problems", shrink + limit):
             report.explained = _explained(
                 subject if every or feature else subject.small(4), subject, report.outcomes, shrink
             )
@@ -235,17 +235,17 @@ def _explained(
     alone.
     """
     wrong: dict[str, tuple[Subject, Outcome]] = {}
-    for section, at in (("features", single), ("long", subject.long), ("pairs", subject)):
+    for section, checked in (("features", single), ("long", subject.long), ("pairs", subject)):
         for outcome in outcomes_by_section.get(section, ()):
             if outcome.status is Status.WRONG and not wrong.keys() & {outcome.name, *outcome.name.split(" + ")}:
-                wrong[outcome.name] = at, outcome
+                wrong[outcome.name] = checked, outcome
     chosen = list(wrong.values())[:EXPLAINED] if seconds else []
     end = time.monotonic() + seconds
     explained = []
-    for n, (at, outcome) in enumerate(chosen):
+    for n, (checked, outcome) in enumerate(chosen):
         share = max(0.0, end - time.monotonic()) / (len(chosen) - n)
         with contextlib.redirect_stdout(sys.stderr):
-            explained.append(explain(at, outcome, outcome.name.split(" + "), share))
+            explained.append(explain(checked, outcome, outcome.name.split(" + "), share))
     return [x for x in explained if x is not None]
 
 

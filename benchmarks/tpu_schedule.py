@@ -13,7 +13,7 @@ Any other Pallas kernel::
     python benchmarks/tpu_schedule.py --function my_module:my_function --argument 'bfloat16[8,4096,128]' --tiles 4
 
 Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``. Compiling takes about ten seconds per kernel.
-The columns are uses of each unit of a core, `attnops_tpu.schedule.UNITS`; that module reads schedules of other programs.
+The columns are uses of a core's units (`attnops_tpu.schedule.UNITS`); that module reads schedules of other programs.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Fit:
     dtype: str = "float32"
 
     def tokens(self, tiles: int, more: float) -> int:
-        """The length in tokens of ``tiles`` tiles and ``more``: a fraction of a tile, with the length rounded down to a
-        multiple of ``multiple``, or an int, a number of tokens, without rounding.
+        """The length of ``tiles`` tiles and ``more``. An int is a number of tokens; a fraction is one of a tile, and the
+        length is then rounded down to a multiple of ``multiple``.
         """
         if isinstance(more, int):
             return tiles * self.block + more

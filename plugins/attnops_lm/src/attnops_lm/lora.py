@@ -1,7 +1,7 @@
 """Low-rank adaptation of linear layers (Hu et al. 2021, arXiv:2106.09685), by `flax.nnx.LoRA`.
 
 A layer ``x @ kernel`` becomes ``x @ kernel + x @ lora_a @ lora_b``, lora_a [inputs, rank] and lora_b [rank, outputs];
-lora_b begins as zeros. To train these alone, differentiate with respect to `flax.nnx.LoRAParam`.
+lora_b begins as zeros. To train only these, differentiate with respect to `flax.nnx.LoRAParam`.
 """
 
 from __future__ import annotations

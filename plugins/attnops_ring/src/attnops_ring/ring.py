@@ -76,9 +76,9 @@ def _forward_rule(
     return partial, (query, key, value, extras, partial, flag)
 
 
-def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, given: PyTree) -> tuple[PyTree, ...]:
+def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, d_partial: PyTree) -> tuple[PyTree, ...]:
     query, key, value, extras, partial, flag = residuals
-    d_out, d_lse = cotangents(given[:2], query)
+    d_out, d_lse = cotangents(d_partial[:2], query)
     n, here = inner.devices, lax.axis_index(axis)
     # Split once here, rather than in every hop.
     queries, d_outs = inner.split_queries(query), inner.split_queries(d_out)

@@ -46,7 +46,7 @@ def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
             memory.plot([m.case.length for m in known], [(m.temp_bytes or 0) / 2**20 for m in known], **style)
         cached = any(isinstance(m.case, CacheCase) for m in timed)
         for axes, what, unit in ((times, "time of a call", "ms, best"), (memory, "temporary memory", "MiB")):
-            _dress(axes, [m.case.length for m in timed], f"{dtype}: {what}", unit)
+            _set_axes(axes, [m.case.length for m in timed], f"{dtype}: {what}", unit)
             axes.set_xlabel("S, slots per row" if cached else "T = S, tokens")
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
@@ -55,7 +55,7 @@ def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _dress(axes: Axes, lengths: Sequence[int], title: str, unit: str) -> None:
+def _set_axes(axes: Axes, lengths: Sequence[int], title: str, unit: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_xscale("log", base=2)

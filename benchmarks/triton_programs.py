@@ -74,8 +74,8 @@ def main(
         return compile_all(arch, head_dim)
     command = [sys.executable, __file__, "--here", "--arch", arch, "--head-dim", str(head_dim)]
     with tempfile.TemporaryDirectory() as folder:
-        for which in ("first", "second"):
-            print(f"{which} process: ", end="", flush=True)
+        for order in ("first", "second"):
+            print(f"{order} process: ", end="", flush=True)
             subprocess.run(command, check=True, env=os.environ | {VARIABLE: folder})
 
 

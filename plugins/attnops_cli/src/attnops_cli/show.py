@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Show which query (row) sees which key (column) and, with block sizes, which tiles a kernel visits.
 
-    Exits with 2 if there is no such mask.
+    Exits with 2 if the mask can't be read or shown.
     """
     T, S = query_length, key_length or query_length
     blocks = None

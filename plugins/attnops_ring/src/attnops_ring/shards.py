@@ -182,15 +182,16 @@ def run_here(function: Function, call: Call, options: dict[str, Any]) -> Operati
 
 
 class WholeArrays:
-    """Gathers arrays of the whole sequence from the devices' shards."""
+    """Gathers arrays of the whole sequence from the devices' shards.
 
-    def __init__(self, sharding: ManualSharding, lengths: tuple[int, int], order: Order, devices: int) -> None:
-        """Args:
+    Args:
         sharding: how the sequence is sharded.
         lengths: the lengths of this device's queries and keys.
         order: the layout of the tokens in the shards.
         devices: the number of devices that ``order`` refers to.
-        """
+    """
+
+    def __init__(self, sharding: ManualSharding, lengths: tuple[int, int], order: Order, devices: int) -> None:
         self.axes: Axis = sharding.axes
         self.order, self.devices = order, devices
         self.lengths = {

@@ -83,8 +83,8 @@ class Codec:
         return x
 
     def _scaled(self, x: Array, scale: Array) -> Array:
-        spread = np.asarray(scale, np.float64)[..., None]
-        scaled = np.where(spread == 0, 0.0, np.float64(x) / np.where(spread == 0, 1.0, spread))
+        divisor = np.asarray(scale, np.float64)[..., None]
+        scaled = np.where(divisor == 0, 0.0, np.float64(x) / np.where(divisor == 0, 1.0, divisor))
         return np.clip(scaled, -self.largest, self.largest)
 
 

@@ -72,10 +72,10 @@ def agree(
     q, k = (n * subject.block for n in tile)
     actual = run(subject.make(subject.base.replace(block_q=q, block_k=k)))
     expected = run(OperationRegistry.create("attnops:vanilla", OperationMetadata(mode=subject.mode)))
-    for (path, one), other in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
-        largest = max(1.0, float(np.abs(other).max()))
+    for (path, x), exact in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        largest = max(1.0, float(np.abs(exact).max()))
         np.testing.assert_allclose(
-            one, other, rtol=2e-5, atol=2e-5 * largest, err_msg=f"{jax.tree_util.keystr(path)} is not vanilla's"
+            x, exact, rtol=2e-5, atol=2e-5 * largest, err_msg=f"{jax.tree_util.keystr(path)} is not vanilla's"
         )
 
 
@@ -155,7 +155,7 @@ def functions(subject: Subject) -> None:
     captured = jnp.float32(1.7)
     scaled = jax.jit(lambda x: x * captured)
     fns: tuple[Callable[..., jax.Array], ...] = (
-        lambda s, b, h, q, kv, t: 0 * s + t[kv],  # of keys alone
+        lambda s, b, h, q, kv, t: 0 * s + t[kv],  # only of keys
         lambda s, b, h, q, kv, t: jnp.zeros_like(s) + t[0],  # of nothing
         lambda s, b, h, q, kv, t: scaled(s) * t[q],
         lambda s, b, h, q, kv, t: s + jax.nn.relu(t[q]) * t[kv],  # with a custom derivative, computed per token
@@ -255,12 +255,12 @@ def mesh(subject: Subject) -> None:
     devices = jax.devices()
     if len(devices) < 4:
         raise NotRunError(f"needs 4 devices, and has {len(devices)}: set JAX_NUM_CPU_DEVICES=4")
-    given = subject.base.replace(mesh=create_mesh((2, 2), ("dp", "tp"), devices=devices[:4]))
+    metadata = subject.base.replace(mesh=create_mesh((2, 2), ("dp", "tp"), devices=devices[:4]))
     refused: list[Reason] = []
     for rows in (_ON_A_MESH, _LESS_ON_A_MESH):
         served = False
         for names in rows:
-            problem = subject.problem(names, metadata=given)
+            problem = subject.problem(names, metadata=metadata)
             operation = subject.make(problem.metadata)
             if reasons := problem.reasons(operation):
                 refused += reasons

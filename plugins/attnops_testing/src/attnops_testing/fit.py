@@ -41,8 +41,8 @@ class Fit:
     dtype: str = "float32"
 
     def tokens(self, tiles: int, more: float) -> int:
-        """The length of ``tiles`` tiles and ``more``. An int is a number of tokens; a fraction is one of a tile, and the
-        length is then rounded down to a multiple of ``multiple``.
+        """The length of ``tiles`` tiles and ``more``: a number of tokens (an int), or a fraction of a tile, for which
+        the length is rounded down to a multiple of ``multiple``.
         """
         if isinstance(more, int):
             return tiles * self.block + more

@@ -191,50 +191,50 @@ def _vllm(case: DecodeCase, _: bool) -> Step:
     if case.codec and (case.scales != "token_head" or case.codec not in modes):
         raise Refused(f"its only codecs are {' and '.join(modes)} with scales by token and head")
     arrays, torch = _Arrays(case, "NHD"), _torch()
-    segments, heads, most = 16, case.kv_heads * case.groups, 128 // case.kv_heads
-    maxima = torch.empty((most, heads, segments), dtype=torch.float32, device="cuda")
+    segments, heads, threshold = 16, case.kv_heads * case.groups, 128 // case.kv_heads
+    maxima = torch.empty((threshold, heads, segments), dtype=torch.float32, device="cuda")
     out = torch.empty_like(arrays.query)
     padded = 1 << (case.head_dim - 1).bit_length()
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "cu_seqlens_q": torch.arange(case.batch + 1, dtype=torch.int32, device="cuda"), "max_seqlen_q": 1,
         "seqused_k": arrays.lengths, "max_seqlen_k": case.length - 1, "softmax_scale": case.head_dim**-0.5,
         "causal": True, "window_size": (-1, -1), "block_table": arrays.table, "softcap": 0, "q_descale": None,
-        "k_descale": None, "v_descale": None, "seq_threshold_3D": most, "num_par_softmax_segments": segments,
+        "k_descale": None, "v_descale": None, "seq_threshold_3D": threshold, "num_par_softmax_segments": segments,
         "softmax_segm_output": torch.empty((*maxima.shape, padded), dtype=torch.float32, device="cuda"),
         "softmax_segm_max": maxima, "softmax_segm_expsum": torch.empty_like(maxima),
     }  # fmt: skip
     if case.codec:
         quantised = importlib.import_module("vllm.v1.kv_cache_interface").KVQuantMode[modes[case.codec]]
-        given |= {"kv_quant_mode": quantised, "k_scale_cache": arrays.key_scale, "v_scale_cache": arrays.value_scale}
+        options |= {"kv_quant_mode": quantised, "k_scale_cache": arrays.key_scale, "v_scale_cache": arrays.value_scale}
 
     def run() -> Any:
-        unified(q=arrays.query, k=arrays.key, v=arrays.value, out=out, **given)
+        unified(q=arrays.query, k=arrays.key, v=arrays.value, out=out, **options)
         return out
 
     return arrays.step(run)
 
 
-def _flash_attention(case: DecodeCase, name: str, table: str, how: str) -> Step:
-    attend = _module(name, how).flash_attn_with_kvcache
+def _flash_attention(case: DecodeCase, name: str, table: str, install: str) -> Step:
+    attend = _module(name, install).flash_attn_with_kvcache
     if case.codec:
         raise Refused("keys and values must have the query's dtype")
     if name == "flash_attn" and case.page % 256:
         raise Refused(f"pages of {case.page} slots must be multiples of 256: --page 256")
     arrays = _Arrays(case, "NHD")
-    given = {"cache_seqlens": arrays.lengths, table: arrays.table, "causal": True}
+    options = {"cache_seqlens": arrays.lengths, table: arrays.table, "causal": True}
     query = arrays.query[:, None]
-    return arrays.step(lambda: attend(query, arrays.key, arrays.value, **given))
+    return arrays.step(lambda: attend(query, arrays.key, arrays.value, **options))
 
 
 def _torch() -> Any:
     return importlib.import_module("torch")
 
 
-def _module(name: str, how: str) -> Any:
+def _module(name: str, install: str) -> Any:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise Refused(f"{name} can't be imported ({error}): {how}") from None
+        raise Refused(f"{name} can't be imported ({error}): {install}") from None
     if not _torch().cuda.is_available():
         raise Refused("torch sees no GPU")
     return module

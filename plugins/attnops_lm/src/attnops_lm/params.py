@@ -23,7 +23,7 @@ def copied(model: Model) -> Model:
 
 
 def with_values(model: Model, change: Callable[[str, Any], Any], kind: Any = nnx.Variable) -> Model:
-    """A copy of the model.
+    """A copy of the model with the values of some variables changed.
 
     Args:
         model: the model, which is not changed; the copy shares the other values.

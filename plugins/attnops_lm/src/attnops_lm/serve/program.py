@@ -44,12 +44,12 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
         ends = jnp.cumsum(batch.counts)
         if batch.tokens.shape[0] > rows:
             slots = jnp.arange(rows, dtype=jnp.int32)
-            given: dict[str, Any] = {"rows": Rows(jnp.concatenate([jnp.zeros(1, ends.dtype), ends]), slots)}
+            options: dict[str, Any] = {"rows": Rows(jnp.concatenate([jnp.zeros(1, ends.dtype), ends]), slots)}
             tokens, last = batch.tokens[None], jnp.maximum(ends - 1, 0)[None]
         else:
-            given = {"query_lengths": batch.counts}
+            options = {"query_lengths": batch.counts}
             tokens, last = batch.tokens[:, None], jnp.zeros((rows, 1), jnp.int32)
-        out = nnx.merge(graph, state)(tokens, past_key_values=caches, logits_at=last, **given)
+        out = nnx.merge(graph, state)(tokens, past_key_values=caches, logits_at=last, **options)
         keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(batch.seed, batch.index)
         sampling = Sampling(batch.temperature, batch.top_k, batch.top_p, jnp.zeros(rows))
         tokens = sample(out.logits.reshape(rows, -1), keys, sampling)

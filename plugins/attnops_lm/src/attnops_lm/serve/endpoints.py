@@ -76,7 +76,7 @@ class Server:
         prompt, max_prompts = body.prompt, self.engine.max_waiting
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if len(prompts) > max_prompts:
-            message = f"prompt: {len(prompts)} prompts must be at most {max_prompts} per call; send several calls"
+            message = f"prompt: {len(prompts)} prompts in a call must be at most {max_prompts}; send several calls"
             raise APIError(400, message, "prompt")
         encode = functools.partial(self.engine.tokenizer.encode, add_special_tokens=True)
         tokens: list[list[int]] = [encode(x) if isinstance(x, str) else x for x in prompts]  # type: ignore[misc]

@@ -1,10 +1,10 @@
-"""Figures on a CPU: `flash` against jax.nn and torch, `vanilla` against jax.nn, what skipped tiles save, and memory.
+"""Figures on a CPU: `flash` against jax.nn and torch, `vanilla` against jax.nn, time saved by skipped tiles, memory.
 
-``products`` is the time of the forward pass's matrix products alone, without softmax and mask.
+``products`` is the time of only the forward pass's matrix products, without softmax and mask.
 
 Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes, ``--json FILE`` to keep the figures) on an idle machine;
-torch is measured if it is installed. All are measured in one run, in turns, each checked against the float64 oracle
-before it is timed; the best time is reported.
+torch is measured if it is installed. All contenders are checked against the float64 oracle, and then timed in turns in
+one run; the best time is reported.
 """
 
 from __future__ import annotations
@@ -97,22 +97,22 @@ def causal(sizes: Sizes) -> Iterator[dict[str, Any]]:
                     case = Case(length=length, head_dim=head_dim, dtype=dtype, mask=Causal(), backward=backward,
                                 memory_limit=MEMORY_LIMIT)  # fmt: skip
                     entries = [(case, contender) for contender in find(["flash", *PEERS])]
-                    found = run(entries, sizes, f"{dtype} D{head_dim} T{length} {name}")
-                    times = {m.name: m.best for m in found}
+                    measured = run(entries, sizes, f"{dtype} D{head_dim} T{length} {name}")
+                    times = {m.name: m.best for m in measured}
                     yield {
                         "dtype": dtype, "D": head_dim, "T": length, "pass": name, "seconds": times,
                         "goal": {p: AT_4096[backward] if (p, length) == ("jax.nn", 4096) else 1.0 for p in PEERS},
-                        "median": {m.name: m.median for m in found},
+                        "median": {m.name: m.median for m in measured},
                         "ratio": {p: _ratio(times[p], times["flash"]) for p in PEERS},
                         "floor": None if backward else products_floor(case),
-                        "temp_bytes": {m.name: m.temp_bytes for m in found},
-                        "not timed": {m.name: f"{m.status}: {m.reason}" for m in found if m.status != "ok"},
+                        "temp_bytes": {m.name: m.temp_bytes for m in measured},
+                        "not timed": {m.name: f"{m.status}: {m.reason}" for m in measured if m.status != "ok"},
                     }  # fmt: skip
 
 
 def products_floor(case: Case) -> float:
-    """Seconds of the matrix products alone in a forward pass over the tiles that `flash` visits, with operands in the
-    processor's cache.
+    """The seconds of only the matrix products of a forward pass over the tiles that `flash` visits, with operands in
+    the processor's cache.
 
     Tile sizes are those of `flash`, which were chosen by the speed of XLA's products on this CPU for various sizes,
     dtypes and layouts.
@@ -147,7 +147,7 @@ def products_floor(case: Case) -> float:
 
 
 def sparse(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Masks with empty tiles, and no mask. The documents are traced."""
+    """Masks with empty tiles, and no mask. The documents' ids are traced."""
     T = sizes.sparse_length
     documents = packed_documents(16, T)
     masks: dict[str, Mask | None] = {
@@ -162,9 +162,9 @@ def sparse(sizes: Sizes) -> Iterator[dict[str, Any]]:
         for backward in sizes.sparse_passes:
             cases = [Case(length=T, dtype=dtype, mask=mask, backward=backward) for mask in masks.values()]
             entries = [(case, dataclasses.replace(flash, name=name)) for case, name in zip(cases, masks, strict=True)]
-            found = run(entries, sizes, f"{dtype} T{T} {PASSES[backward]}")
-            full = found[0].best
-            for m in found:
+            measured = run(entries, sizes, f"{dtype} T{T} {PASSES[backward]}")
+            full = measured[0].best
+            for m in measured:
                 visited, of_full = _visited(m.case), _ratio(m.best, full)
                 yield {
                     "dtype": dtype, "T": T, "pass": PASSES[backward], "mask": m.name, "seconds": m.best,
@@ -173,17 +173,17 @@ def sparse(sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def reference(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """The reference, `vanilla`, and jax.nn, which computes the same, at lengths of tests and small models."""
+    """The reference, `vanilla`, and jax.nn, which does the same computation, at lengths of tests and small models."""
     for backward, name in PASSES.items():
         for length in sizes.reference_lengths:
             case = Case(length=length, mask=Causal(), backward=backward)
             more = dataclasses.replace(sizes, rounds=5 * sizes.rounds)  # calls this short need more rounds
-            found = run([(case, contender) for contender in find(["vanilla", "jax.nn"])], more, f"T{length} {name}")
-            times = {m.name: m.best for m in found}
+            measured = run([(case, contender) for contender in find(["vanilla", "jax.nn"])], more, f"T{length} {name}")
+            times = {m.name: m.best for m in measured}
             yield {
                 "dtype": case.dtype, "D": case.head_dim, "T": length, "pass": name, "seconds": times,
-                "median": {m.name: m.median for m in found}, "ratio": _ratio(times["vanilla"], times["jax.nn"]),
-                "not timed": {m.name: f"{m.status}: {m.reason}" for m in found if m.status != "ok"},
+                "median": {m.name: m.median for m in measured}, "ratio": _ratio(times["vanilla"], times["jax.nn"]),
+                "not timed": {m.name: f"{m.status}: {m.reason}" for m in measured if m.status != "ok"},
             }  # fmt: skip
 
 
@@ -201,9 +201,10 @@ def memory(sizes: Sizes) -> dict[str, Any]:
     command = [sys.executable, __file__, "--long", str(sizes.long)]
     with Console(stderr=True).status(f"T{sizes.long} forward + backward in a separate process"):
         child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        found: dict[str, Any] = json.loads(child.stdout)
+        figures: dict[str, Any] = json.loads(child.stdout)
         short = find(["flash"])[0].prepare(_long_case(sizes.long // 4))
-    return found | {"temp_bytes_quarter": short.temp_bytes, "growth": _ratio(found["temp_bytes"], short.temp_bytes)}
+    growth = _ratio(figures["temp_bytes"], short.temp_bytes)
+    return figures | {"temp_bytes_quarter": short.temp_bytes, "growth": growth}
 
 
 def _long_case(length: int) -> Case:
@@ -211,7 +212,7 @@ def _long_case(length: int) -> Case:
 
 
 def long(length: int) -> None:
-    """Run by `memory` in a separate process: prints the memory and time."""
+    """In a separate process, started by `memory`: print the memory."""
     case = _long_case(length)
     before = peak_rss()
     program = find(["flash"])[0].prepare(case)
@@ -245,9 +246,9 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
     console.print(table)
 
 
-def report_causal(found: list[dict[str, Any]]) -> None:
+def report_causal(figures: list[dict[str, Any]]) -> None:
     rows = []
-    for x in found:
+    for x in figures:
         peers = [cell for p in PEERS for cell in (
             _number(x["ratio"][p], ".2f"), f"{x['goal'][p]:g}",
             _met(None if x["ratio"][p] is None else x["ratio"][p] >= x["goal"][p]))]  # fmt: skip
@@ -255,30 +256,30 @@ def report_causal(found: list[dict[str, Any]]) -> None:
         rows.append([x["dtype"], str(x["D"]), f"{x['T']:,}", x["pass"], *times, *peers])
     peers = [cell for p in PEERS for cell in (f"× {p}", "≥", "")]
     _print("Causal, B1 H8, best time in ms", ["dtype", "D", "T", "pass", "flash", *PEERS, "products", *peers], rows)
-    notes = {f"{name} {reason}" for x in found for name, reason in x["not timed"].items()}
+    notes = {f"{name} {reason}" for x in figures for name, reason in x["not timed"].items()}
     for note in sorted(notes):
         Console().print(f"Not timed: {note}", highlight=False, soft_wrap=True)
 
 
-def report_reference(found: list[dict[str, Any]]) -> None:
+def report_reference(figures: list[dict[str, Any]]) -> None:
     rows = [
         [x["dtype"], str(x["D"]), f"{x['T']:,}", x["pass"],
          *(_number(s and s * 1e3, ",.2f") for s in x["seconds"].values()),
          _number(x["ratio"], ".2f"), _met(x["ratio"] and x["ratio"] <= REFERENCE)]
-        for x in found
+        for x in figures
     ]  # fmt: skip
     columns = ["dtype", "D", "T", "pass", "vanilla", "jax.nn", "vanilla / jax.nn", f"≤ {REFERENCE}"]
     _print("The reference, causal, B1 H8, best time in ms", columns, rows)
 
 
-def report_sparse(found: list[dict[str, Any]]) -> None:
+def report_sparse(figures: list[dict[str, Any]]) -> None:
     rows = [
         [x["dtype"], x["pass"], x["mask"], _number(x["seconds"] and x["seconds"] * 1e3, ",.1f"), f"{x['visited']:.3f}",
          _number(x["of full"], ".3f"), _number(x["share"], ".2f"), _met(x["share"] and x["share"] <= SHARE)]
-        for x in found
+        for x in figures
     ]  # fmt: skip
     columns = ["dtype", "pass", "mask", "flash", "tiles visited", "of full time", "time / tiles", f"≤ {SHARE}"]
-    _print(f"Skipped tiles, B1 H8 D64, T = {found[0]['T']:,}, best time in ms", columns, rows)
+    _print(f"Skipped tiles, B1 H8 D64, T = {figures[0]['T']:,}, best time in ms", columns, rows)
 
 
 def report_memory(m: dict[str, Any]) -> None:
@@ -296,7 +297,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--quick", action="store_true", help="small sizes only")
-    parser.add_argument("--only", choices=("memory", "reference", "sparse", "causal"), help="one of the tables")
+    parser.add_argument("--only", choices=("memory", "reference", "sparse", "causal"), help="only this table")
     parser.add_argument("--lengths", type=int, nargs="+", help="lengths of the causal table, in place of 1k to 16k")
     parser.add_argument("--long", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -320,7 +321,7 @@ def main() -> None:
             continue
         figures[name] = section(sizes)
         show(figures[name])
-        if arguments.json:  # after each, so that what is there is kept if the run ends early
+        if arguments.json:  # after each section, in case the run ends early
             arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 

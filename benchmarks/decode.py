@@ -2,9 +2,9 @@
 
 Run ``python benchmarks/decode.py`` (``--quick`` for a minute, ``--json FILE`` to keep the figures) on an idle machine.
 The peers are jax.nn, and flax.nnx and torch if they are installed; they attend to plain arrays. In each case all
-contenders are timed in turns, each checked first against float64; the best time is reported, as bytes a second of the
-tokens that queries see, and as a share of the bandwidth at which the same run reads the same array once. ``floor`` only
-slices the same cache and multiplies, which bounds the speed that XLA's copies and products allow.
+contenders are checked against float64, and then timed in turns. The best time is reported, also as bytes per second of
+the tokens that queries see, and as a share of the bandwidth at which the same run reads the same array once. ``floor``
+only slices the same cache and multiplies: XLA's copies and products allow no higher speed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from attnops_testing.bench import (
 
 H, K, D = 32, 8, 128
 WINDOW = 1024
-# Each is timed if it is installed.
+# The peers, each timed if it is installed.
 COMPARED = ("jax.nn", "flax.nnx", "torch")
 # The number of timings of each contender, and the seconds after which they end.
 ROUNDS, SECONDS = 9, 2.0
@@ -53,7 +53,7 @@ Entry = tuple[str, CacheCase | Case, Contender]
 
 
 def tokens(batch: int, length: int, used: int, dtype: str) -> Tokens:
-    """Rows of which ``used`` of ``length`` slots are in use; the last token is the query."""
+    """Rows with ``used`` of ``length`` slots in use; the last token is the query."""
     rows = {"lengths": (used,) * batch, "queries": (1,) * batch}
     return Tokens(**rows, slots=length, heads=H, kv_heads=K, head_dim=D, dtype=dtype)
 
@@ -72,7 +72,7 @@ def paged(batch: int, length: int, dtype: str, page: int, **options: Any) -> Cac
 
 
 def best(entries: list[Entry]) -> dict[str, Measurement]:
-    """Measure all entries in turns, one call per timing; each is checked first."""
+    """Check each entry, and measure all in turns, one call per timing."""
     measured = measure([entry[1:] for entry in entries], rounds=ROUNDS, most_seconds=SECONDS, shortest=0)
     for (name, *_), m in zip(entries, measured, strict=True):
         if m.status != "ok":
@@ -80,22 +80,22 @@ def best(entries: list[Entry]) -> dict[str, Measurement]:
     return {name: m for (name, *_), m in zip(entries, measured, strict=True)}
 
 
-def seconds(found: dict[str, Measurement]) -> dict[str, float]:
-    """The best time of each."""
-    return {name: m.best for name, m in found.items() if m.best is not None}
+def seconds(measured: dict[str, Measurement]) -> dict[str, float]:
+    """The best time of each entry."""
+    return {name: m.best for name, m in measured.items() if m.best is not None}
 
 
 def floor(case: CacheCase) -> Ready:
-    """The least work of such a call: slice or gather the keys and values that queries see, and multiply.
+    """The least work of a call over a cache: slice or gather the keys and values that queries see, and multiply.
 
     It works in tiles, since XLA copies slices; a full float32 dense cache is used as a whole, without slices. There is
     no softmax and no mask.
     """
-    cache, own = case.filled, case.tokens
-    dtype = jnp.float32 if own.dtype == "float32" else jnp.bfloat16
-    q = jnp.asarray(own.inputs[0], dtype).reshape(own.batch, K, H // K, D)
+    cache, drawn = case.filled, case.tokens
+    dtype = jnp.float32 if drawn.dtype == "float32" else jnp.bfloat16
+    q = jnp.asarray(drawn.inputs[0], dtype).reshape(drawn.batch, K, H // K, D)
     q = q.swapaxes(2, 3) if dtype == jnp.float32 else q
-    used = own.lengths[0]
+    used = drawn.lengths[0]
     is_window = isinstance(case.mask, SlidingWindow)
     start, block = (used - WINDOW, WINDOW // 4) if is_window else (0, min(512, case.length))
     tiles = -(-(used - start) // block)
@@ -110,7 +110,9 @@ def floor(case: CacheCase) -> Ready:
         return x[numbers].swapaxes(0, 1).reshape(K, block, x.shape[-1])
 
     def products(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """[..., K, G, D] by two of [..., K, n, D]; in float32 [..., K, D, G], since keys first are faster there."""
+        """The products of q [..., K, G, D], in float32 [..., K, D, G], with k and v [..., K, n, D]. In float32 XLA is
+        faster with keys as the first operand.
+        """
         heads = tuple(range(q.ndim - 2))
         product = functools.partial(lax.dot_general, preferred_element_type=jnp.float32)
         last, rows = q.ndim - 1, q.ndim - 2
@@ -129,7 +131,7 @@ def floor(case: CacheCase) -> Ready:
             k, v = (lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x.astype(dtype) for x in (k, v))
             return total + products(lax.dynamic_slice(q, (b, 0, 0, 0), (1, *q.shape[1:]))[0], k, v)
 
-        return lax.fori_loop(0, own.batch * tiles, tile, jnp.zeros((K, H // K, D), jnp.float32))
+        return lax.fori_loop(0, drawn.batch * tiles, tile, jnp.zeros((K, H // K, D), jnp.float32))
 
     is_whole = dtype == jnp.float32 and table is None and used == case.length and not is_window
     run = jax.jit(products if is_whole else in_tiles).lower(q, cache.store.key, cache.store.value).compile()
@@ -153,27 +155,26 @@ def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
         }
     first = CacheCase(tokens=tokens(batch, length, used, dtype), cache=caches["dense"])
     cases = {name: first if name == "dense" else first.over(cache) for name, cache in caches.items()}
-    # Entries that read the same arrays are not neighbours, so that these arrays are not in the processor's caches.
+    # Entries that read the same arrays do not follow one another, so that these are not in the processor's caches.
     entries: list[Entry] = [(name, case, operation("flash")) for name, case in cases.items()]
     entries += [(name, first, PEERS[name].contender) for name in COMPARED if PEERS[name].installed]
     entries += [(f"{name} floor", case, Contender("floor", floor)) for name, case in cases.items()]
     entries += [(f"{name} read", cases[name], reading()) for name in ("dense", "int8") if name in cases]
-    found = best(entries)
     return {
-        "batch": batch, "length": length, "used": used, "dtype": dtype, "seconds": seconds(found),
+        "batch": batch, "length": length, "used": used, "dtype": dtype, "seconds": seconds(best(entries)),
         "bytes per token": {name: case.cache.bytes_per_token for name, case in cases.items()},
     }  # fmt: skip
 
 
 def windows(batch: int, length: int, dtype: str) -> dict[str, Any]:
     """A window over a long cache, and over rings and caches of its size."""
-    of = functools.partial(WindowCache.create, batch=batch, kv_heads=K, head_dim=D, dtype=dtype)
-    own = tokens(batch, length, length, dtype)
-    ring = jax.eval_shape(lambda: of(window=WINDOW, max_append=512))
+    create = functools.partial(WindowCache.create, batch=batch, kv_heads=K, head_dim=D, dtype=dtype)
+    long = tokens(batch, length, length, dtype)
+    ring = jax.eval_shape(lambda: create(window=WINDOW, max_append=512))
     window = SlidingWindow(WINDOW - 1, 0)
     cases = {
-        "window of a long cache": CacheCase(tokens=own, cache=dense(batch, length, dtype), mask=window),
-        "ring": CacheCase(tokens=own, cache=ring),
+        "window of a long cache": CacheCase(tokens=long, cache=dense(batch, length, dtype), mask=window),
+        "ring": CacheCase(tokens=long, cache=ring),
         "cache of the window": CacheCase(
             tokens=tokens(batch, WINDOW, WINDOW, dtype), cache=dense(batch, WINDOW, dtype)
         ),
@@ -205,15 +206,15 @@ def prompt(length: int, dtype: str) -> dict[str, Any]:
     """A whole prompt: `step` into an empty cache, and `flash` on arrays."""
     case = Case(length=length, heads=H, kv_heads=K, head_dim=D, dtype=dtype, mask=Causal())
     flash = find(["flash"])[0]
-    found = best([("flash on arrays", case, flash), ("step into a cache", case, Contender("step", step))])
-    return {"length": length, "dtype": dtype, "seconds": seconds(found)}
+    measured = best([("flash on arrays", case, flash), ("step into a cache", case, Contender("step", step))])
+    return {"length": length, "dtype": dtype, "seconds": seconds(measured)}
 
 
-def report(found: list[dict[str, Any]], window: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> None:
+def report(decoding: list[dict[str, Any]], window: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> None:
     """Print the tables."""
     table = Table(
         title="One token, H32 K8 D128, best time in ms (GB/s of the tokens seen; share of one read)",
-        caption="flax.nnx: dot_product_attention over all slots with a mask, by which its MultiHeadAttention decodes",
+        caption="flax.nnx: dot_product_attention over all slots with a mask, as in its MultiHeadAttention",
     )
     for column in (
         "dtype",
@@ -228,7 +229,7 @@ def report(found: list[dict[str, Any]], window: list[dict[str, Any]], prompts: l
         *(f"over {peer}" for peer in COMPARED),
     ):
         table.add_column(column, justify="left" if column in ("dtype", "contender") else "right")
-    for x in found:
+    for x in decoding:
         times = x["seconds"]
         for name, per_token in x["bytes per token"].items():
             kind, total = "int8" if name.startswith("int8") else "dense", per_token * x["batch"] * x["used"]
@@ -260,13 +261,13 @@ def main() -> None:
     batches, lengths = ((1,), (4096,)) if arguments.quick else ((1, 8), (4096, 32768))
     machine = describe_machine()
     print(one_line(machine))
-    found = [decode(B, S, used, dtype) for dtype in ("float32", "bfloat16") for B in batches for S in lengths
-             for used in (S, S // 2)]  # fmt: skip
+    decoding = [decode(B, S, used, dtype) for dtype in ("float32", "bfloat16") for B in batches for S in lengths
+                for used in (S, S // 2)]  # fmt: skip
     window = [windows(B, lengths[-1], dtype) for dtype in ("float32", "bfloat16") for B in batches]
     prompts = [prompt(lengths[0], dtype) for dtype in ("float32", "bfloat16")]
-    report(found, window, prompts)
+    report(decoding, window, prompts)
     if arguments.json:
-        figures = {"machine": describe_machine(), "decode": found, "windows": window, "prompts": prompts}
+        figures = {"machine": describe_machine(), "decode": decoding, "windows": window, "prompts": prompts}
         arguments.json.write_text(json.dumps(figures, indent=1))
 
 

@@ -6,7 +6,7 @@ which needs torch, and llama-cpp-python are measured if they are installed.
 
 In each case a prompt fills a cache, and then single tokens follow, up to the context: all contenders do so in turns,
 and the best time of each is reported. The weights are the same, dequantised from GGUF once; llama.cpp keeps them in 4
-bits, and runs with one row only. "same tokens" is the share of generated tokens that are those of the first contender.
+bits, and runs with only one row. "same tokens" is the share of generated tokens that equal the first contender's.
 
 Prompts of more than ``--most`` tokens in all rows together are not timed: their caches are filled from one row.
 """
@@ -35,7 +35,7 @@ from attnops_lm.gguf_file import load_smollm2, smollm2_path
 from attnops_lm.model import CausalLM
 from attnops_testing.bench import describe_machine, one_line
 
-NEW = 64  # tokens that are generated, and timed
+NEW = 64  # the number of tokens that are generated and timed
 CONTEXTS, BATCHES = (256, 1024, 4096, 8192), (1, 4, 16)
 
 
@@ -52,7 +52,7 @@ class TextGenerator(Protocol):
         """Empty the cache, and append tokens [B, P] -> the token after each row, [B]."""
 
     def decode(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        """Append tokens [B], and those that follow -> [B, count]."""
+        """Append tokens [B], and generate the ``count`` tokens that follow -> [B, count]."""
 
     def repeat(self, rows: int) -> None:
         """Copy the first row's cache to ``rows`` rows."""
@@ -80,9 +80,9 @@ class Attnops:
         return self._run(tokens[:, None], count)
 
     def _run(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        found = self.model.generate(tokens, max_new_tokens=count, eos_token_id=(), past_key_values=self.caches)
-        self.caches = jax.block_until_ready(found.past_key_values)
-        return found.tokens
+        result = self.model.generate(tokens, max_new_tokens=count, eos_token_id=(), past_key_values=self.caches)
+        self.caches = jax.block_until_ready(result.past_key_values)
+        return result.tokens
 
     def repeat(self, rows: int) -> None:
         assert self.caches is not None
@@ -119,13 +119,13 @@ class Transformers:
             return self._forward(self.torch.from_numpy(tokens)).numpy()
 
     def decode(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        found = []
+        generated = []
         with self.torch.inference_mode():
             token = self.torch.from_numpy(tokens)
             for _ in range(count):
                 token = self._forward(token[:, None])
-                found.append(token)
-            return self.torch.stack(found, 1).numpy()
+                generated.append(token)
+            return self.torch.stack(generated, 1).numpy()
 
     def repeat(self, rows: int) -> None:
         first, self.cache = self.cache, self.library.StaticCache(config=self.model.config, max_cache_len=self.context)
@@ -162,13 +162,13 @@ class LlamaCpp:
         return np.array([self._next(tokens[0].tolist())])
 
     def decode(self, tokens: np.ndarray, count: int) -> np.ndarray:
-        found = [int(tokens[0])]
+        row = [int(tokens[0])]
         for _ in range(count):
-            found.append(self._next(found[-1:]))
-        return np.array([found[1:]])
+            row.append(self._next(row[-1:]))
+        return np.array([row[1:]])
 
     def repeat(self, rows: int) -> None:
-        raise AssertionError("one row alone")
+        raise AssertionError("llama.cpp runs only one row")
 
     def stop(self) -> None:
         self.llama.close()
@@ -176,35 +176,35 @@ class LlamaCpp:
 
 @dataclasses.dataclass
 class Figure:
-    """Best times of one contender in one case, in seconds; None: not timed."""
+    """The best times of one contender in one case, in seconds; None if not timed."""
 
     contender: str
     batch: int
     context: int
     prompt: float | None
     decode: float
-    same_tokens: float  # share of the first contender's
+    same_tokens: float  # the share of tokens that equal the first contender's
 
     @property
     def prompt_rate(self) -> float | None:
-        """Tokens a second."""
+        """Tokens of the prompt per second, of all rows."""
         return None if self.prompt is None else self.batch * (self.context - NEW) / self.prompt
 
     @property
     def decode_rate(self) -> float:
-        """Tokens a second, of all rows."""
+        """Generated tokens per second, of all rows."""
         return self.batch * NEW / self.decode
 
 
 def seconds(call: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
     """The time of a call, and its result."""
     begin = time.perf_counter()
-    found = call()
-    return time.perf_counter() - begin, found
+    result = call()
+    return time.perf_counter() - begin, result
 
 
 def case(contenders: list[TextGenerator], batch: int, context: int, rounds: int, most: int) -> list[Figure]:
-    """All contenders in turns; the first round, which compiles, is not counted."""
+    """Measure all contenders in turns; the first round, which compiles, is not counted."""
     P = context - NEW
     tokens = np.random.default_rng(0).integers(1000, 20_000, (batch, P))
     timed = batch * P <= most
@@ -216,22 +216,22 @@ def case(contenders: list[TextGenerator], batch: int, context: int, rounds: int,
             if batch > contender.most_rows:
                 continue
             contender.start(batch, context)
-            own = tokens if timed else tokens[:1]
-            prompt, token = seconds(lambda contender=contender, own=own: contender.prompt(own))
+            prompts = tokens if timed else tokens[:1]
+            prompt, token = seconds(lambda contender=contender, prompts=prompts: contender.prompt(prompts))
             if not timed:
                 contender.repeat(batch)
                 token = np.repeat(token, batch)
-            decode, found = seconds(lambda contender=contender, token=token: contender.decode(token, NEW))
+            decode, generated = seconds(lambda contender=contender, token=token: contender.decode(token, NEW))
             contender.stop()
             gc.collect()
             if n:
                 times.setdefault(contender.name, []).append((prompt if timed else None, decode))
             else:
-                first = found if first is None else first
-                same[contender.name] = float((found == first).mean())
+                first = generated if first is None else first
+                same[contender.name] = float((generated == first).mean())
     return [
-        Figure(name, batch, context, min(p for p, _ in own) if timed else None, min(d for _, d in own), same[name])
-        for name, own in times.items()
+        Figure(name, batch, context, min(p for p, _ in pairs) if timed else None, min(d for _, d in pairs), same[name])
+        for name, pairs in times.items()
     ]
 
 
@@ -241,18 +241,18 @@ def report(figures: list[Figure]) -> None:
     for column in ("B", "context", "contender", "prompt", "decode", "ms per step", "same tokens"):
         table.add_column(column, justify="left" if column == "contender" else "right")
     for column in ("prompt", "decode"):
-        table.add_column(f"{column}, attnops over it", justify="right")
-    own: Figure | None = None
+        table.add_column(f"{column}, attnops / contender", justify="right")
+    ours: Figure | None = None
     for f in figures:
-        own = f if own is None or (own.batch, own.context) != (f.batch, f.context) else own
+        ours = f if ours is None or (ours.batch, ours.context) != (f.batch, f.context) else ours
         ratios = (
-            own.prompt_rate / f.prompt_rate if own.prompt_rate and f.prompt_rate else None,
-            own.decode_rate / f.decode_rate,
+            ours.prompt_rate / f.prompt_rate if ours.prompt_rate and f.prompt_rate else None,
+            ours.decode_rate / f.decode_rate,
         )
         table.add_row(
             str(f.batch), f"{f.context:,}", f.contender, f"{f.prompt_rate:,.0f}" if f.prompt_rate else "–",
             f"{f.decode_rate:,.1f}", f"{f.decode / NEW * 1e3:,.1f}", f"{f.same_tokens:.0%}",
-            *("–" if x is None or f is own else f"{x:.2f} ×" for x in ratios),
+            *("–" if x is None or f is ours else f"{x:.2f} ×" for x in ratios),
         )  # fmt: skip
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
@@ -260,14 +260,14 @@ def report(figures: list[Figure]) -> None:
 def contenders(operation: str, dtype: str) -> list[TextGenerator]:
     """The installed contenders, this repository's first."""
     model, _ = load_smollm2(dtype=jnp.dtype(dtype), operation=operation)
-    found: list[TextGenerator] = [Attnops(model, f"attnops {operation}")]
+    generators: list[TextGenerator] = [Attnops(model, f"attnops {operation}")]
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
-            found.append(Transformers(directory, dtype))
+            generators.append(Transformers(directory, dtype))
     if importlib.util.find_spec("llama_cpp"):
-        found.append(LlamaCpp())
-    return found
+        generators.append(LlamaCpp())
+    return generators
 
 
 def main() -> None:
@@ -281,23 +281,25 @@ def main() -> None:
     )
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    parser.add_argument("--most", type=int, default=1 << 15, help="tokens of all rows that a prompt is timed with")
+    parser.add_argument("--most", type=int, default=1 << 15, help="the most prompt tokens of all rows that are timed")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    given = parser.parse_args()
-    if given.quick:
-        given.batches, given.contexts, given.rounds = (1,), (256,), 1
+    options = parser.parse_args()
+    if options.quick:
+        options.batches, options.contexts, options.rounds = (1,), (256,), 1
     machine = describe_machine()
     print(one_line(machine))
-    found, figures = contenders(given.operation, given.dtype), []
-    for context in given.contexts:
-        for batch in given.batches:
-            new = case(found, batch, context, given.rounds, given.most)
+    generators, figures = contenders(options.operation, options.dtype), []
+    for context in options.contexts:
+        for batch in options.batches:
+            new = case(generators, batch, context, options.rounds, options.most)
             figures += new
             for f in new:
                 print(f"B {batch}, context {context:,}: {f.contender}, {f.decode_rate:.1f} tokens/s", file=sys.stderr)
-            if given.json:  # what is known if the rest is interrupted
+            if options.json:  # written after each case, in case the rest is interrupted
                 rows = [dataclasses.asdict(f) for f in figures]
-                given.json.write_text(json.dumps({"machine": machine, "dtype": given.dtype, "figures": rows}, indent=1))
+                options.json.write_text(
+                    json.dumps({"machine": machine, "dtype": options.dtype, "figures": rows}, indent=1)
+                )
     report(figures)
 
 

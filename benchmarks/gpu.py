@@ -6,8 +6,9 @@ process::
     python benchmarks/gpu.py --dry                      # anywhere: small cases, Triton interpreted, nothing timed
 
 Every output and gradient is compared with the float64 oracle before anything is timed. Each case has 16k tokens: the
-batch grows as the length shrinks. Documents are packed, four per sequence, and causal; peers without segments get a
-dense mask. The time on the GPU and the time to start a call are separate figures. No process reserves the GPU's memory.
+shorter the sequences, the larger the batch. Documents are packed, four per sequence, and causal; peers without segments
+get a dense mask. The time on the GPU and the time to start a call are separate figures. JAX does not preallocate the
+GPU's memory.
 Needs JAX for CUDA and ``pip install attnops-triton attnops-testing torch``; `GPU.md` says what to run first.
 """
 
@@ -27,7 +28,7 @@ from attnops_testing.bench import installed_versions
 
 TOKENS: Final = 16384
 WIDTH: Final = 2048  # heads times head dim
-MASKS: Final = {"full": 1.0, "causal": 0.5, "documents": 0.125}  # and the share of scores that are seen
+MASKS: Final = {"full": 1.0, "causal": 0.5, "documents": 0.125}  # by name, the share of scores that are not masked
 NAMES: Final = ("attnops-triton", "attnops-triton-unordered", "cuDNN", "FlexAttention", "torch", "tokamax", "ejkernel")
 
 
@@ -37,7 +38,7 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
 
     import jax
     import numpy as np
-    from gpu_contenders import CONTENDERS, OF_TORCH
+    from gpu_contenders import CONTENDERS, USES_TORCH
     from gpu_timing import measure as time_program
 
     from attnops.masks import Causal, Segments
@@ -58,9 +59,9 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
             programs.append(contender.prepare(case))
             return programs[-1]
 
-        (found,) = measure([(case, dataclasses.replace(contender, prepare=prepare))], rounds=0)
-        row = found.to_json() | {"mask_kind": kind, "teraflops": None}
-        if found.status == "ok" and not dry:
+        (checked,) = measure([(case, dataclasses.replace(contender, prepare=prepare))], rounds=0)
+        row = checked.to_json() | {"mask_kind": kind, "teraflops": None}
+        if checked.status == "ok" and not dry:
             timing = time_program(programs[0], rounds)
             row |= dataclasses.asdict(timing) | {
                 "is_bound_by_dispatch": timing.is_bound_by_dispatch,
@@ -68,7 +69,7 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
                 * MASKS[kind] * 2 / timing.kernel_seconds / 1e12,
             }  # fmt: skip
         rows.append(row)
-    if name in OF_TORCH:
+    if name in USES_TORCH:
         try:
             import torch  # type: ignore[import-not-found, unused-ignore]
 
@@ -81,20 +82,16 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
 
 
 def products(backward: bool) -> int:
-    """The number of matrix products that a call computes per score: 2 forward, 7 in a call that computes forward and
-    backward.
-    """
+    """The number of matrix products of a call: 2 in the forward pass, 7 in both passes."""
     return 7 if backward else 2
 
 
 def in_its_own_process(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool, minutes: int) -> dict[str, Any]:
-    """`measure_one` in a separate process. If the process fails, all rows have the status failed, with its last
-    output.
-    """
-    given = {"name": name, "cases": cases, "rounds": rounds, "dry": dry}
-    found, error = gpu_process.run(__file__, given, dry or name in ("FlexAttention", "torch"), minutes)
+    """`measure_one` in a separate process. If that fails, all rows have the status failed, with its last line."""
+    task = {"name": name, "cases": cases, "rounds": rounds, "dry": dry}
+    result, error = gpu_process.run(__file__, task, dry or name in ("FlexAttention", "torch"), minutes)
     if not error:
-        return found  # type: ignore[no-any-return]
+        return result  # type: ignore[no-any-return]
     failed = {"name": name, "status": "failed", "reason": error, "teraflops": None}
     return {"device": "", "rows": [case | failed for case in cases]}
 
@@ -115,12 +112,12 @@ def all_cases(
     ]  # fmt: skip
 
 
-def table_of(title: str, found: dict[str, list[dict[str, Any]]]) -> Table:
-    """A line for each case; * marks figures that are bound by the host's dispatch."""
+def table_of(title: str, rows_by_name: dict[str, list[dict[str, Any]]]) -> Table:
+    """A line for each case, a column for each contender; * marks figures that are bound by the host's dispatch."""
     table = Table(title=title)
-    for column in ("D", "T", "mask", "pass", *found):
+    for column in ("D", "T", "mask", "pass", *rows_by_name):
         table.add_column(column, justify="left" if column in ("mask", "pass") else "right")
-    for rows in zip(*found.values(), strict=True):
+    for rows in zip(*rows_by_name.values(), strict=True):
         first = rows[0]
         cells = [
             row["status"] if row["teraflops"] is None else f"{row['teraflops']:.0f}{'*' * row['is_bound_by_dispatch']}"
@@ -136,10 +133,10 @@ def main(
     length: Annotated[list[int] | None, typer.Option(help="In tokens; may repeat.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(MASKS)}; may repeat.")] = None,
     contender: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(NAMES)}; may repeat.")] = None,
-    rounds: Annotated[int, typer.Option(help="Timings of each.")] = 5,
-    minutes: Annotated[int, typer.Option(help="At most, for each contender.")] = 30,
+    rounds: Annotated[int, typer.Option(help="Timings of each case.")] = 5,
+    minutes: Annotated[int, typer.Option(help="Time limit of each contender.")] = 30,
     dry: Annotated[bool, typer.Option(help="Small cases, Triton interpreted: checked, not timed.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write all figures there.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check, time and print."""
@@ -150,14 +147,14 @@ def main(
         tuple(head_dim or ((16,) if dry else (64, 128, 256))),
         tuple(length or ((48,) if dry else (1024, 2048, 4096, 8192, 16384))), mask or list(MASKS), dry,
     )  # fmt: skip
-    found, devices = {}, {}
+    rows_by_name, devices = {}, {}
     for name in contender or NAMES:
         result = in_its_own_process(name, cases, rounds, dry, minutes)
-        found[name], devices[name] = result["rows"], result["device"]
+        rows_by_name[name], devices[name] = result["rows"], result["device"]
     device = next((name for name in devices.values() if name not in ("", "cpu")), "cpu")
     console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table_of("nothing is timed in a dry run" if dry else f"TFLOP/s on {device}", found))
-    rows = [row for each in found.values() for row in each]
+    console.print(table_of("nothing is timed in a dry run" if dry else f"TFLOP/s on {device}", rows_by_name))
+    rows = [row for each in rows_by_name.values() for row in each]
     for reason in dict.fromkeys(f"{r['name']}: {r['status']}: {r['reason']}" for r in rows if r["status"] != "ok"):
         console.print(reason)
     if json:

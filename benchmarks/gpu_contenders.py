@@ -1,4 +1,4 @@
-"""The contenders of `gpu.py`; a peer that is not installed refuses."""
+"""The contenders of `gpu.py`; one that is not installed, or does not support a case, raises `Refused`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnops_triton.flash.order import unordered
 
 
 def triton(interpret: bool, any_order: bool = False) -> Contender:
-    """attnops-triton; raises `Refused` where the native forward would run instead.
+    """attnops-triton; raises `Refused` if the native forward would run instead.
 
     Args:
         interpret: whether Triton is interpreted.
@@ -90,5 +90,5 @@ CONTENDERS: Final[dict[str, Callable[[bool], Contender]]] = {
     "tokamax": lambda dry: PEERS["tokamax"].contender,
     "ejkernel": lambda dry: PEERS["ejkernel"].contender,
 }
-# Contenders with arrays of torch: JAX then does not use the GPU.
-OF_TORCH: Final = ("FlexAttention", "torch")
+# Contenders that compute in torch: JAX then does not use the GPU.
+USES_TORCH: Final = ("FlexAttention", "torch")

@@ -16,7 +16,19 @@ SCALE: Final = 0.05
 
 
 class DecodeCase(NamedTuple):
-    """A step of decoding; ``scales`` is "token_head" or "tensor", and "" without a codec."""
+    """A step of decoding: one token per row.
+
+    Attributes:
+        length: tokens per row, the new one included.
+        batch: rows.
+        codec: what the cache is quantised to; "" for none.
+        scales: "token_head" or "tensor"; "" without a codec.
+        page: slots per page.
+        kv_heads: K.
+        groups: query heads per kv head.
+        head_dim: D.
+        dtype: the dtype of queries, and of the cache without a codec.
+    """
 
     length: int
     batch: int
@@ -33,7 +45,7 @@ class Step(NamedTuple):
     """A program for a case, whose pages are in any order and whose rows hold ``length - 1`` random tokens.
 
     Attributes:
-        run: starts it, and returns its output.
+        run: starts the program, and returns its output.
         wait: waits for an output.
         part: given an output, a row and a kv head, returns what the oracle needs, float64: the query [G, D], keys and
             values [n, D], and this part [G, D] of the output.
@@ -46,7 +58,7 @@ class Step(NamedTuple):
     device: str
 
 
-def ours(case: DecodeCase, interpret: bool) -> Step:
+def _attnops(case: DecodeCase, interpret: bool) -> Step:
     """`op(query, cache)` of attnops-triton."""
     import jax
     import jax.numpy as jnp
@@ -55,11 +67,11 @@ def ours(case: DecodeCase, interpret: bool) -> Step:
     from attnops.masks import Causal
     from attnops_caches import PagedCache, Quantized
 
-    most = -(-case.length // case.page)
-    table = np.random.default_rng(0).permutation(case.batch * most).reshape(case.batch, most)
+    max_pages = -(-case.length // case.page)
+    table = np.random.default_rng(0).permutation(case.batch * max_pages).reshape(case.batch, max_pages)
     by_tensor = {"key_scale": SCALE, "value_scale": SCALE} if case.scales == "tensor" else {}
     cache = PagedCache.create(
-        batch=case.batch, pages=table.size, page_size=case.page, max_pages=most, kv_heads=case.kv_heads,
+        batch=case.batch, pages=table.size, page_size=case.page, max_pages=max_pages, kv_heads=case.kv_heads,
         head_dim=case.head_dim, dtype=jnp.dtype(case.dtype), table=table,
         codec=Quantized(case.codec, case.scales) if case.codec else None, **by_tensor,
     )  # fmt: skip
@@ -85,8 +97,8 @@ def ours(case: DecodeCase, interpret: bool) -> Step:
         rows = {name: getattr(cache, name)[b : b + 1] for name in ("table", "lengths", "starts", "overflowed")}
         keys, values, _, held = dataclasses.replace(cache, **rows).read()
         heads = slice(k * case.groups, (k + 1) * case.groups)
-        found = query[b, 0, heads], keys[0, :, k][held[0]], values[0, :, k][held[0]], out[b, 0, heads]
-        return tuple(np.asarray(x, np.float64) for x in found)
+        arrays = query[b, 0, heads], keys[0, :, k][held[0]], values[0, :, k][held[0]], out[b, 0, heads]
+        return tuple(np.asarray(x, np.float64) for x in arrays)
 
     return Step(lambda: program(query, cache), jax.block_until_ready, part, jax.devices()[0].device_kind)
 
@@ -106,9 +118,9 @@ class _Arrays:
         torch = _torch()
         self.case, self.layout, device = case, layout, "cuda"
         torch.manual_seed(0)
-        most = -(-case.length // case.page)
+        max_pages = -(-case.length // case.page)
         sizes = {"H": case.kv_heads, "N": case.page, "D": case.head_dim}
-        shape = (case.batch * most, *(sizes[name] for name in layout))
+        shape = (case.batch * max_pages, *(sizes[name] for name in layout))
         stored = getattr(torch, case.codec or case.dtype)
 
         def tokens() -> Any:
@@ -124,11 +136,11 @@ class _Arrays:
             (case.batch, case.kv_heads * case.groups, case.head_dim), dtype=getattr(torch, case.dtype), device=device
         )
         self.key, self.value, self.key_scale, self.value_scale = tokens(), tokens(), scales(), scales()
-        self.table = torch.randperm(shape[0], device=device).reshape(case.batch, most).to(torch.int32)
+        self.table = torch.randperm(shape[0], device=device).reshape(case.batch, max_pages).to(torch.int32)
         self.lengths = torch.full((case.batch,), case.length - 1, dtype=torch.int32, device=device)
 
     def step(self, run: Callable[[], Any]) -> Step:
-        """A program that returns [B, H, D] or [B, 1, H, D]."""
+        """The step of a program that returns [B, H, D] or [B, 1, H, D]."""
         torch, case = _torch(), self.case
 
         def wait(out: Any) -> Any:
@@ -139,10 +151,10 @@ class _Arrays:
             pages, n = self.table[b].long(), case.length - 1
 
             def read(x: Any, scale: Any) -> Any:
-                found = x[pages].select(self.layout.index("H") + 1, k).reshape(-1, case.head_dim)[:n].double()
+                tokens = x[pages].select(self.layout.index("H") + 1, k).reshape(-1, case.head_dim)[:n].double()
                 if case.codec:
-                    found = found * (SCALE if scale is None else scale[pages, :, k].reshape(-1, 1)[:n].double())
-                return found
+                    tokens = tokens * (SCALE if scale is None else scale[pages, :, k].reshape(-1, 1)[:n].double())
+                return tokens
 
             heads = slice(k * case.groups, (k + 1) * case.groups)
             result = out.reshape(case.batch, -1, case.head_dim)[b, heads]
@@ -153,10 +165,10 @@ class _Arrays:
 
 
 def _flashinfer(case: DecodeCase, _: bool) -> Step:
-    """Its wrapper for decoding over pages; with tensor cores where a kv head has 4 query heads or more."""
+    """FlashInfer's wrapper for decoding over pages; with tensor cores if a kv head has 4 query heads or more."""
     flashinfer = _module("flashinfer", "pip install flashinfer-python")
     if case.codec and (case.scales != "tensor" or case.codec == "int8"):
-        raise Refused("it takes float8 with scales by tensor: --scales tensor")
+        raise Refused("its only codec is float8 with one scale per tensor: --scales tensor")
     arrays, torch = _Arrays(case, "HND"), _torch()
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         torch.zeros(256 << 20, dtype=torch.uint8, device="cuda"), "HND", use_tensor_cores=case.groups >= 4
@@ -172,65 +184,65 @@ def _flashinfer(case: DecodeCase, _: bool) -> Step:
 
 
 def _vllm(case: DecodeCase, _: bool) -> Step:
-    """Its unified kernel in Triton, with as many segments as vLLM gives it."""
+    """VLLM's unified kernel in Triton, with as many segments as vLLM uses."""
     name = "vllm.v1.attention.ops.triton_unified_attention"
     unified = _module(name, "pip install vllm").unified_attention
     modes = {"int8": "INT8_PER_TOKEN_HEAD", "float8_e4m3fn": "FP8_PER_TOKEN_HEAD"}
     if case.codec and (case.scales != "token_head" or case.codec not in modes):
-        raise Refused(f"of codecs it takes {' and '.join(modes)} with scales by token and head")
+        raise Refused(f"its only codecs are {' and '.join(modes)} with scales by token and head")
     arrays, torch = _Arrays(case, "NHD"), _torch()
-    segments, heads, most = 16, case.kv_heads * case.groups, 128 // case.kv_heads
-    maxima = torch.empty((most, heads, segments), dtype=torch.float32, device="cuda")
+    segments, heads, threshold = 16, case.kv_heads * case.groups, 128 // case.kv_heads
+    maxima = torch.empty((threshold, heads, segments), dtype=torch.float32, device="cuda")
     out = torch.empty_like(arrays.query)
     padded = 1 << (case.head_dim - 1).bit_length()
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "cu_seqlens_q": torch.arange(case.batch + 1, dtype=torch.int32, device="cuda"), "max_seqlen_q": 1,
         "seqused_k": arrays.lengths, "max_seqlen_k": case.length - 1, "softmax_scale": case.head_dim**-0.5,
         "causal": True, "window_size": (-1, -1), "block_table": arrays.table, "softcap": 0, "q_descale": None,
-        "k_descale": None, "v_descale": None, "seq_threshold_3D": most, "num_par_softmax_segments": segments,
+        "k_descale": None, "v_descale": None, "seq_threshold_3D": threshold, "num_par_softmax_segments": segments,
         "softmax_segm_output": torch.empty((*maxima.shape, padded), dtype=torch.float32, device="cuda"),
         "softmax_segm_max": maxima, "softmax_segm_expsum": torch.empty_like(maxima),
     }  # fmt: skip
     if case.codec:
         quantised = importlib.import_module("vllm.v1.kv_cache_interface").KVQuantMode[modes[case.codec]]
-        given |= {"kv_quant_mode": quantised, "k_scale_cache": arrays.key_scale, "v_scale_cache": arrays.value_scale}
+        options |= {"kv_quant_mode": quantised, "k_scale_cache": arrays.key_scale, "v_scale_cache": arrays.value_scale}
 
     def run() -> Any:
-        unified(q=arrays.query, k=arrays.key, v=arrays.value, out=out, **given)
+        unified(q=arrays.query, k=arrays.key, v=arrays.value, out=out, **options)
         return out
 
     return arrays.step(run)
 
 
-def _flash_attention(case: DecodeCase, name: str, table: str, how: str) -> Step:
-    attend = _module(name, how).flash_attn_with_kvcache
+def _flash_attention(case: DecodeCase, name: str, table: str, install: str) -> Step:
+    attend = _module(name, install).flash_attn_with_kvcache
     if case.codec:
-        raise Refused("it takes keys and values of the query's dtype")
+        raise Refused("keys and values must have the query's dtype")
     if name == "flash_attn" and case.page % 256:
-        raise Refused(f"its pages are multiples of 256 slots, not of {case.page}: --page 256")
+        raise Refused(f"pages of {case.page} slots must be multiples of 256: --page 256")
     arrays = _Arrays(case, "NHD")
-    given = {"cache_seqlens": arrays.lengths, table: arrays.table, "causal": True}
+    options = {"cache_seqlens": arrays.lengths, table: arrays.table, "causal": True}
     query = arrays.query[:, None]
-    return arrays.step(lambda: attend(query, arrays.key, arrays.value, **given))
+    return arrays.step(lambda: attend(query, arrays.key, arrays.value, **options))
 
 
 def _torch() -> Any:
     return importlib.import_module("torch")
 
 
-def _module(name: str, how: str) -> Any:
+def _module(name: str, install: str) -> Any:
     try:
-        found = importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as error:
-        raise Refused(f"{name} can't be imported ({error}): {how}") from None
+        raise Refused(f"{name} can't be imported ({error}): {install}") from None
     if not _torch().cuda.is_available():
         raise Refused("torch sees no GPU")
-    return found
+    return module
 
 
 # By name; functions of the case and of whether Triton is interpreted.
 CONTENDERS: Final[dict[str, Callable[[DecodeCase, bool], Step]]] = {
-    "attnops-triton": ours,
+    "attnops-triton": _attnops,
     "FlashInfer": _flashinfer,
     "vLLM": _vllm,
     "FlashAttention-3": lambda case, _: _flash_attention(

@@ -1,4 +1,4 @@
-"""The time of a program on a GPU, apart from the time that the host needs to start it."""
+"""The time that a program needs on a GPU, separate from the time that the host needs to start it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from attnops_testing.bench.program import Ready
 
-# A timing lasts at least this many seconds, of calls one after another.
+# The calls of a timed queue last at least this many seconds in all.
 SHORTEST = 0.02
 
 
@@ -16,8 +16,8 @@ class Timing:
     """The time of a call.
 
     Attributes:
-        kernel_seconds: the time that each further call in a queue adds: that on the GPU, or that of starting a call if
-            it is longer.
+        kernel_seconds: the time that each further call in a queue adds: the time on the GPU, or the time to start a
+            call if that is longer.
         dispatch_seconds: the time that the host needs to start a call.
         latency_seconds: the time of a single call, from its start until its results are ready.
     """
@@ -47,7 +47,7 @@ def measure(program: Ready, rounds: int) -> Timing:
 
 
 def _queue(program: Ready, calls: int) -> tuple[float, float]:
-    """Seconds until so many calls were started, and until the last was finished."""
+    """The seconds until this many calls were started, and until the last one was finished."""
     start = time.perf_counter()
     for _ in range(calls):
         outputs = program.run()

@@ -1,7 +1,7 @@
-"""What attnops costs over bare JAX: importing, creating, tracing and lowering, and calling eagerly.
+"""The overhead of attnops over bare JAX: importing, creating, tracing and lowering, and calling eagerly.
 
 Run ``python benchmarks/overhead.py`` (``--json FILE`` to keep the figures). Both sides of each comparison are
-measured in this one run, alternating, and the best of several repetitions counts. Imports and traces, which run on one
+measured in turns in one run, and the best of several repetitions is reported. Imports and traces, which run on one
 core, are measured in CPU time, since other work on the machine disturbs it less.
 """
 
@@ -37,7 +37,7 @@ def seconds(function: Callable[[], object], clock: Callable[[], float] = time.pe
 
 
 def import_seconds(statement: str, cache: str) -> float:
-    """A new process's import, from bytecode in the folder `cache`, as pip leaves it for what it installs."""
+    """The seconds of an import in a new process, from bytecode in the folder `cache`, since pip installs bytecode."""
     code = f"import time; start = time.process_time(); {statement}; print(time.process_time() - start)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = cache
@@ -46,8 +46,8 @@ def import_seconds(statement: str, cache: str) -> float:
 
 
 def imports() -> dict[str, float]:
-    """Import seconds of jax alone, with attnops, and with every public name of attnops, which are imported at first
-    use.
+    """The seconds to import jax alone, with attnops, and with all public names of attnops, which otherwise are imported
+    at their first use.
     """
     statements = {
         "jax": "import jax",

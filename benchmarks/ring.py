@@ -1,8 +1,8 @@
-"""What attnops-ring computes and sends, counted and not timed: tiles of the busiest device, hops, bytes.
+"""The work and the transfers of attnops-ring, counted and not timed: tiles of the busiest device, hops, bytes.
 
 Run ``python benchmarks/ring.py`` anywhere (``--devices 8``, ``--length 32768``, ``--json FILE``). Tiles are 128 × 128
-scores that the mask does not leave empty; bytes are those that a device sends per hop, read from the program that JAX
-makes. Needs ``pip install attnops-ring rich typer``.
+scores that the mask does not leave empty; bytes are those that a device sends per hop, read from the lowered program.
+Needs ``pip install attnops-ring rich typer``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 
 def counted(mask: Any, length: int, devices: int, order: str) -> dict[str, Any]:
-    """For a mask and an order: the tiles of the busiest device divided by the mean, hops, and bytes per hop."""
+    """For a mask and an order: the tiles of the busiest device divided by the mean, and bytes per hop."""
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import block_map
     from attnops.sharding import create_mesh
     from attnops_ring import positions
 
-    laid = positions(length, devices, order)  # type: ignore[arg-type]
-    # Tiles are of tokens that are neighbours on a device.
-    moved = mask.at(laid, laid) if order != "contiguous" else mask
-    coverage = np.asarray(block_map(moved, (1, 1, length, length), TILE, TILE).coverage)[0, 0] > 0
+    tokens = positions(length, devices, order)  # type: ignore[arg-type]
+    # A tile has tokens that are neighbours on a device.
+    reordered = mask.at(tokens, tokens) if order != "contiguous" else mask
+    coverage = np.asarray(block_map(reordered, (1, 1, length, length), TILE, TILE).coverage)[0, 0] > 0
     by_device = coverage.sum(axis=1).reshape(devices, -1).sum(axis=1)
 
     mesh = create_mesh((devices,), ("sp",), devices=jax.devices()[:devices])
@@ -48,11 +48,11 @@ def counted(mask: Any, length: int, devices: int, order: str) -> dict[str, Any]:
 
 
 def main(
-    devices: Annotated[int, typer.Option(help="Along the sequence.")] = 8,
+    devices: Annotated[int, typer.Option(help="Devices along the sequence.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens.")] = 32768,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for the figures.")] = None,
 ) -> None:
-    """Count, and print."""
+    """Count tiles, hops and bytes, and print them."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     from attnops import OperationMetadata
@@ -71,14 +71,14 @@ def main(
     rows = []
     for name, mask in masks.items():
         for order in ("contiguous", "zigzag", "striped"):
-            found = counted(mask, length, devices, order)
+            figures = counted(mask, length, devices, order)
             inner = Inner(OperationMetadata(), None, None, length, length, order, devices, False)
             bound = mask.bind(1, HEADS, length, length)
             hops = devices if order == "striped" else needed_hops(bound, inner, (1, length, HEADS, 1), length, length)
             rows.append(
                 {"mask": name, "order": order}
-                | found
-                | {"hops": hops - 1, "of K and V": found["bytes a hop"] / kv_bytes}
+                | figures
+                | {"hops": hops - 1, "of K and V": figures["bytes a hop"] / kv_bytes}
             )
     table = Table(
         title=f"{length} tokens on {devices} devices, {HEADS} heads over {KV_HEADS} kv heads of {HEAD_DIM}, bfloat16"

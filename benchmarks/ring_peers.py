@@ -1,9 +1,9 @@
 """attnops-ring compared with the ``ringattention`` package and tokamax's ring: errors, bytes sent, time.
 
 Run ``python benchmarks/ring_peers.py`` (``--devices 8``, ``--length 4096``, ``--rounds 5``, ``--json FILE``) on a host
-with a few GB of memory. Times are of the host's CPU devices, which share its cores: they show how much is computed, not
-how well transfers are hidden. Bytes are counted in the program that each library traces, times the iterations of its
-loops. A peer that is not installed, or does not run on a CPU, is shown as such. Needs
+with a few GB of memory. Times are those of the host's CPU devices, which share its cores: they show how much is
+computed, not how well transfers are hidden. Bytes are counted in each library's traced program, times the iterations of
+its loops. If a peer is not installed, or does not run on a CPU, its row says so. Needs
 ``pip install attnops-testing attnops-ring``, and for the peers ``ringattention`` and ``tokamax``.
 """
 
@@ -34,7 +34,7 @@ Attention = Callable[[Any, Any, Any], Any]
 
 
 def attnops(mesh: Mesh, length: int, order: str) -> Attention:
-    """attnops-ring for tokens in that order. Reordering is not included, since a model does it once."""
+    """attnops-ring for tokens in this order. Reordering is not included, since a model does it once."""
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import Causal
 
@@ -60,7 +60,7 @@ def ringattention(mesh: Mesh, length: int, order: str) -> Attention:
     import jax.lib
 
     if not hasattr(jax.lib, "xla_bridge"):
-        # It asks this function, which newer JAX no longer has, for the platform.
+        # The package asks this function, which newer JAX no longer has, for the platform.
         from jax.extend import backend
 
         jax.lib.xla_bridge = backend
@@ -135,12 +135,12 @@ def timings(timed: dict[str, Any], rounds: int) -> dict[tuple[str, int], float]:
         jax.block_until_ready(program(*arguments))
         return time.perf_counter() - start
 
-    sides = {
-        (name, i): functools.partial(seconds, *given) for name, programs in timed.items()
-        for i, given in enumerate(programs)
+    calls = {
+        (name, i): functools.partial(seconds, *call) for name, programs in timed.items()
+        for i, call in enumerate(programs)
     }  # fmt: skip
     # The first round compiles.
-    return {side: statistics.median(x[1:]) * 1e3 for side, x in in_turns(sides, rounds + 1).items()}
+    return {key: statistics.median(times[1:]) * 1e3 for key, times in in_turns(calls, rounds + 1).items()}
 
 
 def print_rows(rows: list[dict[str, Any]], length: int, devices: int) -> None:
@@ -161,10 +161,10 @@ def print_rows(rows: list[dict[str, Any]], length: int, devices: int) -> None:
 
 
 def main(
-    devices: Annotated[int, typer.Option(help="Along the sequence.")] = 8,
+    devices: Annotated[int, typer.Option(help="Devices along the sequence.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens.")] = 4096,
-    rounds: Annotated[int, typer.Option(help="Timings of each; the median counts.")] = 5,
-    json: Annotated[Path | None, typer.Option(help="Write the figures there.")] = None,
+    rounds: Annotated[int, typer.Option(help="Timings of each; the median is reported.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="File for the figures.")] = None,
 ) -> None:
     """Check, count, time, and print."""
     jax.config.update("jax_platforms", "cpu")
@@ -175,7 +175,7 @@ def main(
 
     mesh = Mesh(np.array(jax.devices()[:devices]), (AXIS,))
     rng = np.random.default_rng(0)
-    given = [jnp.asarray(rng.normal(size=(1, length, n, HEAD_DIM)), jnp.float32)
+    arrays = [jnp.asarray(rng.normal(size=(1, length, n, HEAD_DIM)), jnp.float32)
              for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)]  # fmt: skip
     flash: Any = OperationRegistry.create("flash")
 
@@ -186,7 +186,7 @@ def main(
 
         return run
 
-    exact = jax.jit(both(lambda q, k, v: flash(q, k, v, mask=Causal()).attention_outputs))(*given)
+    exact = jax.jit(both(lambda q, k, v: flash(q, k, v, mask=Causal()).attention_outputs))(*arrays)
     place = NamedSharding(mesh, PartitionSpec(None, AXIS))
     kv_bytes = 2 * (length // devices) * KV_HEADS * HEAD_DIM * 4
     rows, timed = [], {}
@@ -195,14 +195,14 @@ def main(
         rows.append(row)
         try:
             attention = make(mesh, length, order)
-            sent = bytes_sent(jax.make_jaxpr(attention)(*given[:3]).jaxpr)
+            sent = bytes_sent(jax.make_jaxpr(attention)(*arrays[:3]).jaxpr)
             row["K and V sent forward"] = sent / kv_bytes
-            row["both ways"] = bytes_sent(jax.make_jaxpr(both(attention))(*given).jaxpr) / kv_bytes
-            arguments = [jax.device_put(reorder(x, devices, order), place) for x in given]  # type: ignore[arg-type]
+            row["both ways"] = bytes_sent(jax.make_jaxpr(both(attention))(*arrays).jaxpr) / kv_bytes
+            arguments = [jax.device_put(reorder(x, devices, order), place) for x in arrays]  # type: ignore[arg-type]
             forward, backward = jax.jit(attention), jax.jit(both(attention))
-            found = [restore(x, devices, order) for x in backward(*arguments)]  # type: ignore[arg-type]
+            results = [restore(x, devices, order) for x in backward(*arguments)]  # type: ignore[arg-type]
             row["largest error"] = max(
-                float(abs(x - y).max() / abs(y).max()) for x, y in zip(found, exact, strict=True)
+                float(abs(x - y).max() / abs(y).max()) for x, y in zip(results, exact, strict=True)
             )  # fmt: skip
             timed[name] = [(forward, arguments[:3]), (backward, arguments)]
         except Exception as error:

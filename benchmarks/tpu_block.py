@@ -5,7 +5,7 @@ The block has RMS norms, projections, causal attention and a gated MLP; forward 
     python benchmarks/tpu_block.py --generation v6e --json out.json
 
 "temporaries" is the memory of the program's temporaries, in HBM. "estimate" is XLA's estimate of all instructions
-outside of the kernels, in thousands of cycles; for kernels, of which XLA has no estimate, see `tpu_kernels.py`. Needs
+outside of the kernels, in thousands of cycles; XLA has no estimate of kernels, which `tpu_kernels.py` counts. Needs
 Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
@@ -63,7 +63,7 @@ CONTENDERS: Final[dict[str, Callable[[int, int, int], Callable[..., Any]]]] = {"
 
 
 def block(attend: Callable[..., Any], heads: int, head_dim: int) -> Callable[..., Any]:
-    """The function of parameters and x [B, T, width]."""
+    """The block as a function of its parameters and x [B, T, width]."""
     import jax
     import jax.numpy as jnp
 
@@ -120,11 +120,11 @@ def main(
     tokens: Annotated[int, typer.Option(help="Tokens per sequence; a multiple of 1,024.")] = 4096,
     heads: Annotated[int, typer.Option()] = 8,
     head_dim: Annotated[int, typer.Option()] = 128,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
 ) -> None:
     """Compile a transformer block for TPUs, with no TPU."""
     if not set(generation or []) <= set(TOPOLOGIES):
-        raise typer.BadParameter(f"--generation must be of {', '.join(TOPOLOGIES)}, not {', '.join(generation or [])}")
+        raise typer.BadParameter(f"--generation is {', '.join(generation or [])}; use some of {', '.join(TOPOLOGIES)}")
     os.environ.update(environment())
     rows = [
         figures(name, each, batch, tokens, heads, head_dim) for each in generation or ["v6e"] for name in CONTENDERS

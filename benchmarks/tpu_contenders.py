@@ -1,5 +1,5 @@
-"""The attention kernels that `tpu_kernels.py` compares, the number of times that a problem runs each region of their
-code, and the bytes moved outside of them. Each is compiled in a separate process.
+"""The attention kernels that `tpu_kernels.py` compares: the number of times that a problem runs each region of their
+code, and the bytes moved outside of them. Each kernel is compiled in a separate process.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from attnops_tpu.schedule import Regions
 HEADS: Final = 8
 SPLASH: Final = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
 TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"
-# Options of tokamax: forward, the compiler's other scheduler; backward, dq in three parts.
+# Options of tokamax: the compiler's other scheduler (forward), and dq reduced in three parts (backward).
 SCHEDULER: Final = "experimental scheduler"
 REDUCTION: Final = "dq_reduction_steps=3"
 # Sequences per call; 1 for other masks.
 BATCH: Final = {"packed": 32}
+# For each region of a kernel: its name, how often it runs, and the iterations of its loops.
 Trips = list[tuple[str, float, float]]
 
 
@@ -66,7 +67,7 @@ def attnops_mask(kind: str, T: int) -> Any:
 
 
 def _packed(T: int) -> Any:
-    """The document of each token, [32, T]; the mean length of documents is from 256 to T tokens."""
+    """The document of each token, [32, T]. The mean length of documents rises from 256 in the first sequence to T."""
     random = np.random.default_rng(0)
     means = np.geomspace(256, T, BATCH["packed"])
     return np.stack([np.cumsum(random.random(T) < 1 / mean) for mean in means]).astype(np.int32)
@@ -90,7 +91,7 @@ def _peer_mask(masks: Any, job: KernelJob) -> Any:
 
 
 def _by_head(function: Callable[..., Any], head_dim: int) -> Callable[..., Any]:
-    """A function of arrays [H, T, D] as a function of arrays [1, T, H, D]."""
+    """A function of [1, T, H, D] arrays that calls a function of [H, T, D] arrays with a scaled query."""
 
     def called(q: Any, k: Any, v: Any) -> Any:
         out = function(*(x[0].swapaxes(0, 1) for x in (q * head_dim**-0.5, k, v)))
@@ -130,7 +131,14 @@ CONTENDERS: Final[dict[str, Callable[[KernelJob], Callable[..., Any]]]] = {
 
 
 class TileCounts(NamedTuple):
-    """Per head: active tiles, in total and by coverage; rows of tiles; and the most active tiles of a row."""
+    """Numbers of tiles per head.
+
+    Attributes:
+        active: tiles in which some query sees some key.
+        full: tiles in which all queries see all keys.
+        rows: rows of tiles.
+        widest: the most active tiles in a row.
+    """
 
     active: int
     full: int
@@ -150,7 +158,9 @@ def counts(mask: str, T: int, block_q: int, block_k: int, by_key: bool) -> TileC
 
 
 def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
-    """Per call of the kernel, for an average head: the grid steps, how many of them pad shorter maps, and the trips."""
+    """For each call of attnops-tpu's kernel and an average head: the grid steps, how many of them are padding, since
+    the tile lists of other heads are longer, and the trips.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -196,10 +206,10 @@ def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
 
 
 def peer_trips(job: KernelJob, regions: Regions) -> tuple[float, float, Trips]:
-    """The grid steps of a head and the trips of splash, JAX's and tokamax's."""
+    """For JAX's or tokamax's splash attention: the grid steps of a head, how many are padding (0), and the trips."""
     q, k, _ = job.blocks
     n = counts(job.mask, job.T, q, k, job.backward)
-    # tokamax may list the active tiles; other grids have as many columns as the widest row, or all.
+    # tokamax may list the active tiles. Else the grid has all columns of tiles (tokamax), or as many as the widest row.
     has_list = job.name == "tokamax" and (not job.backward or job.option == REDUCTION)
     width = -(-job.T // (q if job.backward else k)) if job.name == "tokamax" else n.widest
     bodies = sum(region.uses["MATMUL"] > 0 for region in regions.skipped)
@@ -209,7 +219,9 @@ def peer_trips(job: KernelJob, regions: Regions) -> tuple[float, float, Trips]:
         2: [("FULL", float(n.full), 0.0), ("PARTIAL", float(n.active - n.full), 0.0)],
     }
     if bodies not in tiles:
-        raise LookupError(f"{job.name} has {bodies} bodies, but 0 to 2 are known: its kernel changed")
+        raise LookupError(
+            f"{job.name} has {bodies} bodies (regions with products), but 0 to 2 are known: its kernel changed"
+        )
     steps = n.active if has_list else n.rows * width
     # With one tile per row each step clears and writes; with at most two tokamax writes in each step.
     others = len(regions.skipped) - bodies
@@ -220,16 +232,16 @@ def peer_trips(job: KernelJob, regions: Regions) -> tuple[float, float, Trips]:
 
 def _with_copies(regions: Regions, steps: float, rows: float, trips: Trips) -> Trips:
     """The trips including the regions that copy blocks: inputs in every step, then outputs once per row."""
-    own, last = iter(trips), max(i for i, region in enumerate(regions.skipped) if region.uses["MATMUL"])
-    found: Trips = [
-        ("copies", steps if i < last else rows, 0.0) if region.is_copy else next(own, ("unknown", 0.0, 0.0))
+    others, last = iter(trips), max(i for i, region in enumerate(regions.skipped) if region.uses["MATMUL"])
+    result: Trips = [
+        ("copies", steps if i < last else rows, 0.0) if region.is_copy else next(others, ("unknown", 0.0, 0.0))
         for i, region in enumerate(regions.skipped)
     ]
-    return [*found, *own]
+    return [*result, *others]
 
 
-def whole(job: KernelJob, regions: Regions) -> dict[str, float]:
-    """The bundles of a head, by part."""
+def bundles_per_head(job: KernelJob, regions: Regions) -> dict[str, float]:
+    """The bundles per head, by part of the kernel."""
     calls = own_trips(job) if job.name == "attnops-tpu" else [peer_trips(job, regions)]
     total: dict[str, float] = {}
     for steps, padding, trips in calls:
@@ -247,11 +259,11 @@ def whole(job: KernelJob, regions: Regions) -> dict[str, float]:
 
 
 def traced(job: KernelJob, sharding: Any = None) -> Any:
-    """The program of a job, a `jax.stages.Traced`."""
+    """The traced program of a job, a `jax.stages.Traced`."""
     import jax
     import jax.numpy as jnp
 
-    # Without a mask tokamax's kernel needs a device; its causal kernel has the same body for the same arrays.
+    # Without a mask tokamax's kernel needs a device. Its causal kernel has the same code for tiles.
     compiled_job = job._replace(mask="causal") if (job.name, job.mask) == ("tokamax", "full") else job
     function = CONTENDERS[job.name](compiled_job)
     shape = BATCH.get(job.mask, 1), job.T, HEADS, job.head_dim
@@ -265,9 +277,7 @@ def traced(job: KernelJob, sharding: Any = None) -> Any:
 
 
 def child(job: KernelJob) -> None:
-    """Run in a separate process: compile, and print the kernel's name and the bytes that are moved outside of
-    kernels.
-    """
+    """In a separate process: compile, and print the kernel's name and the bytes that are moved outside of kernels."""
     import jax
 
     place = jax.sharding.SingleDeviceSharding(devices(job.generation)[0])
@@ -278,12 +288,12 @@ def child(job: KernelJob) -> None:
     part = {("attnops-tpu", False): "attnops_flash_forward", ("attnops-tpu", True): "attnops_flash_backward"}.get(
         (job.name, job.backward), "dkv" if job.backward else "fwd"
     )
-    found = [name for name in names if part in name]
-    if not found:
+    matching = [name for name in names if part in name]
+    if not matching:
         raise LookupError(f"{job.name} has no kernel named like {part}, but {names}: its kernels were renamed")
     print(
         json.dumps({
-            "kernel": found[0], "outside": outside_bytes(program),
+            "kernel": matching[0], "outside": outside_bytes(program),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,
         })
     )  # fmt: skip

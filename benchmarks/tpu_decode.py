@@ -1,5 +1,5 @@
 """The static schedule of the TPU kernel over caches, without a TPU, for one token per row over pages. R is the number
-of bundles of the loop over a tile of keys, divided by the cycles in which the tile's useful bytes arrive from HBM::
+of bundles that the loop needs for a tile of keys, divided by the cycles that HBM needs for the tile's useful bytes::
 
     python benchmarks/tpu_decode.py                                       # v5e, v6e and tpu7x
     python benchmarks/tpu_decode.py --generation v6e --page 16 --kv-heads 1 --json out.json
@@ -13,10 +13,11 @@ of bundles of the loop over a tile of keys, divided by the cycles in which the t
 With ``--json`` each line is kept, and a run with the same file continues where the last one ended: remove the file when
 the code has changed.
 
-A bundle is a cycle where nothing stalls. The loop is the one over whole, unmasked tiles; issuing transfers and the
-loop's control are included. At R below 1 the kernel is not bound by computation. No TPU ran it. Useful bytes are those
-of keys, values and their scales; transfers also move the zeros that `PagedCache.create`'s ``width`` adds. "A row" is
-the cost per row of the cache besides the loop: the bundles around it, and at least one masked tile.
+A bundle is an instruction word, which needs one cycle if nothing stalls. The loop is the one over complete, unmasked
+tiles; issuing transfers and the loop's control are included. If R is below 1, the kernel is not bound by computation.
+Nothing ran on a TPU. Useful bytes are those of keys, values and their scales; transfers also move the zeros that
+`PagedCache.create`'s ``width`` adds. Besides the loop, each row of the cache costs the bundles around it ("a row") and
+at least one masked tile ("masked").
 
 Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``. Compiling takes about ten seconds per line.
 """
@@ -39,14 +40,22 @@ from attnops_tpu.schedule import Schedule, Span, measure
 
 # HBM bytes per cycle and core.
 BYTES: Final = {"v4": 651, "v5e": 546, "v5p": 790, "v6e": 937, "tpu7x": 1682}
-SLOTS: Final = 1 << 17
-ROWS: Final = 8
+SLOTS: Final = 1 << 17  # per row
+ROWS: Final = 8  # of the cache
 KERNEL: Final = "attnops_ragged"
 
 
 class Case(NamedTuple):
-    """What is compiled: slots per page, kv heads, query heads of each, head dim, codec, whether it is latent,
-    queries.
+    """A call that is compiled.
+
+    Attributes:
+        page: slots per page.
+        kv_heads: K.
+        groups: query heads per kv head.
+        head_dim: the head dim of queries and keys.
+        codec: what the cache is quantised to; empty for bfloat16.
+        latent: whether the cache is latent (MLA).
+        queries: tokens per row.
     """
 
     page: int
@@ -59,27 +68,27 @@ class Case(NamedTuple):
 
     @property
     def value_head_dim(self) -> int:
-        """That of values."""
+        """The head dim of values."""
         return 512 if self.latent else self.head_dim
 
     @property
     def width(self) -> int:
-        """Features of a token as it is stored."""
+        """Features of a token and kv head as they are stored, padding included."""
         return -(-self.features // 128) * 128
 
     @property
     def features(self) -> int:
-        """Those that are not zeros."""
+        """Features of a token and kv head without padding."""
         return self.head_dim if self.latent else 2 * self.head_dim
 
     def token_bytes(self, features: int) -> int:
-        """Bytes of a token and its scales."""
+        """Bytes of a token and its scales, with this many features per kv head."""
         scales = (1 if self.latent else 2) * 4 if self.codec else 0
         return self.kv_heads * (features * (1 if self.codec else 2) + scales)
 
 
 def child(case: Case, generation: str) -> None:
-    """Run in a separate process: compile, and print the keys per tile and the number of buffers."""
+    """In a separate process: compile, and print the keys per tile and the number of buffers."""
     import jax
     import jax.numpy as jnp
 
@@ -114,14 +123,17 @@ def child(case: Case, generation: str) -> None:
 
 
 def loop(schedule: Schedule, tile_pieces: float) -> tuple[float, int, int]:
-    """Three numbers of bundles: of the loop over tiles, whose transfer and computation are straight-line code; of a
-    masked tile, or of one chunk of it if it has several; and of a row of the cache without its tiles.
+    """The bundles of the parts of a kernel.
 
     Args:
         schedule: the schedule of the kernel.
         tile_pieces: pieces of the table per tile.
+
+    Returns:
+        The bundles of an unmasked tile in the loop, whose transfers and computation are straight-line code; of a masked
+        tile, or of one chunk of it if it has several; and of a row of the cache without its tiles.
     """
-    # The bodies of tiles are the longest spans. The masking one comes last, directly after one that starts transfers.
+    # The bodies of tiles are the longest spans. The body of masked tiles is last, directly after an unmasked one.
     inner = [span for span in schedule.spans if span.depth == 2]
     pairs = [(x, y) for x in inner for y in inner if x.stop == y.start]
     longest = max(x.stop - x.start for x, _ in pairs)
@@ -130,28 +142,29 @@ def loop(schedule: Schedule, tile_pieces: float) -> tuple[float, int, int]:
         (x for x in schedule.spans if x.depth == 1 and x.start < plain.start and masked.stop <= x.stop),
         key=lambda span: span.stop - span.start,
     )
-    # Before it are the bundles that load a new piece of the table and, if there are two unmasked bodies, the other one.
+    # Before the unmasked body are the bundles that load a piece of the table, and the other unmasked body if there are
+    # two.
     before = [x for x in outermost(inner) if around.start < x.start and x.stop <= plain.start]
     lengths = [x.stop - x.start for x in before]
     piece = sum(n for n in lengths if 2 * n < plain.stop - plain.start)
     plain_tile = (masked.start - around.start) - sum(lengths) + (around.stop - masked.stop) + tile_pieces * piece
     grid = max((x for x in schedule.spans if x.depth == 1), key=lambda span: span.stop - span.start)
-    # Work for the first row alone comes before the loop.
+    # What is done only for the first row comes before the loop.
     first = max((x.stop - x.start for x in schedule.spans if x.depth == 1 and x.stop <= around.start), default=0)
     outside = (grid.stop - grid.start) - (around.stop - around.start) - first
     return plain_tile, masked.stop - masked.start, outside
 
 
 def outermost(spans: list[Span]) -> list[Span]:
-    """The spans that are in no other span."""
+    """The spans that no other span contains."""
     return [x for x in spans if not any(y != x and y.start <= x.start and x.stop <= y.stop for y in spans)]
 
 
 def figures(case: Case, generation: str) -> dict[str, Any]:
     """A line of the table."""
     command = [str(Path(__file__).resolve()), "child", json.dumps(case), generation]
-    schedule, said = measure(command, KERNEL, f"{KERNEL}.1")
-    tile = json.loads(said.strip().splitlines()[-1])
+    schedule, printed = measure(command, KERNEL, f"{KERNEL}.1")
+    tile = json.loads(printed.strip().splitlines()[-1])
     bundles, masked, outside = loop(schedule, tile["pieces"])
     useful, moved = (tile["keys"] * case.token_bytes(n) for n in (case.features, case.width))
     token_head = 4 * case.kv_heads if case.codec else case.token_bytes(case.width)
@@ -165,13 +178,13 @@ def figures(case: Case, generation: str) -> dict[str, Any]:
 
 
 def peers(case: Case, generation: str, names: Iterable[str]) -> dict[str, str]:
-    """R of other kernels, whose scales are numbers; a dash where one refuses the case."""
-    own = PeerCase(case.page, case.kv_heads, case.groups, case.head_dim, case.codec or "bfloat16")
-    found = {name: bundles_a_byte(name, own, generation) for name in names}
-    return {name: "–" if x is None else f"{x * BYTES[generation]:.2f}" for name, x in found.items()}
+    """R of other kernels, which have one scale for the whole cache; a dash where one refuses the case."""
+    peer_case = PeerCase(case.page, case.kv_heads, case.groups, case.head_dim, case.codec or "bfloat16")
+    ratios = {name: bundles_a_byte(name, peer_case, generation) for name in names}
+    return {name: "–" if x is None else f"{x * BYTES[generation]:.2f}" for name, x in ratios.items()}
 
 
-def whole() -> list[Case]:
+def readme_cases() -> list[Case]:
     """The cases of the READMEs."""
     plain = [Case(page, K, 4) for K in (8, 1) for page in (16, 32, 64, 128, 256)]
     plain += [Case(page, 2, 4) for page in (16, 64, 256)]
@@ -183,7 +196,7 @@ def whole() -> list[Case]:
 
 
 def line_of(case: Case, generation: str, names: Iterable[str], kept: list[dict[str, Any]]) -> dict[str, Any]:
-    """A line of the table, or the one that is kept; peers have no latent content."""
+    """A line of the table, from ``kept`` if it is there; peers have no latent caches."""
     asked = {"TPU": generation, **case._asdict()}
     line = next((x for x in kept if x.items() >= asked.items()), None)
     if line is None:
@@ -203,15 +216,15 @@ def main(
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
     latent: Annotated[bool, typer.Option("--latent")] = False,
     queries: Annotated[list[int], typer.Option(help="queries per row, in one tile")] = [1],  # noqa: B006
-    is_whole: Annotated[bool, typer.Option("--whole", help="All cases of the READMEs; of these options only "
-                                           "--generation counts.")] = False,
-    with_peers: Annotated[bool, typer.Option("--peers", help="All of them; they have no latent content.")] = False,
+    is_whole: Annotated[bool, typer.Option("--whole", help="All cases of the READMEs; of the options above only "
+                                           "--generation is used.")] = False,
+    with_peers: Annotated[bool, typer.Option("--peers", help="All peers; they have no latent caches.")] = False,
     peer: Annotated[list[str], typer.Option(help=f"one of {', '.join(PEERS)}")] = [],  # noqa: B006
     json_file: Annotated[Path | None, typer.Option("--json", help="Keeps each line; a later run continues it.")] = None,
-    is_bytes: Annotated[bool, typer.Option("--bytes", help="Count transfers and bytes instead; of these options only "
-                                           "--page counts.")] = False,
+    is_bytes: Annotated[bool, typer.Option("--bytes", help="Count transfers and bytes instead; of the options above "
+                                           "only --page is used.")] = False,
 ) -> None:  # fmt: skip
-    """Print R and what goes with it."""
+    """Print R, bundles and transfers of each case."""
     if is_bytes:
         from tpu_decode_bytes import traffic
 
@@ -225,16 +238,16 @@ def main(
              for k in kv_heads for g in groups for p in page]  # fmt: skip
     kept = json.loads(json_file.read_text()) if json_file is not None and json_file.exists() else []
     lines = []
-    for of in generation:
-        for case in whole() if is_whole else cases:
-            lines.append(line_of(case, of, names, kept))
+    for each in generation:
+        for case in readme_cases() if is_whole else cases:
+            lines.append(line_of(case, each, names, kept))
             if json_file is not None:
                 json_file.write_text(json.dumps(kept, indent=1))
     print_lines(lines)
 
 
 def print_lines(lines: list[dict[str, Any]]) -> None:
-    """As a table, which has a column for each name in a line."""
+    """Print a table with a column for each name in a line."""
     columns = {name: None for line in lines for name in line}
     table = Table(*columns)
     for line in lines:

@@ -1,6 +1,6 @@
 """The number of transfers that the TPU kernel over caches starts, and their bytes, counted in Pallas's interpreter.
 
-Part of ``tpu_decode.py`` (``--bytes``): one token per row over pages.
+``tpu_decode.py --bytes`` prints them, for one token per row over pages.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from attnops.masks import Causal, SlidingWindow
 from attnops_caches import PagedCache, Quantized
 from attnops_tpu.generations import target
 
-# Lengths of the rows: the last token is inside a page, at its end, and at its start.
+# Lengths of the rows: the last token is inside a page, at the end of one, and at the start of one.
 LENGTHS: Final = 4000, 2048, 4097
 KV_HEADS, GROUPS, HEAD_DIM = 2, 4, 128
 
 
 def cache_of(page: int, codec: str) -> PagedCache:
     """A cache with rows of `LENGTHS`; the values of its tokens do not matter."""
-    most = -(-max(LENGTHS) // page)
-    table = np.arange(len(LENGTHS) * most).reshape(len(LENGTHS), most)
+    max_pages = -(-max(LENGTHS) // page)
+    table = np.arange(len(LENGTHS) * max_pages).reshape(len(LENGTHS), max_pages)
     cache = PagedCache.create(
-        batch=len(LENGTHS), pages=table.size, page_size=page, max_pages=most, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
+        batch=len(LENGTHS), pages=table.size, page_size=page, max_pages=max_pages, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
         table=table, codec=Quantized(codec) if codec else None,
     )  # fmt: skip
     return dataclasses.replace(cache, lengths=jnp.asarray(LENGTHS, jnp.int32))
@@ -38,29 +38,29 @@ def transfers(cache: PagedCache, window: int | None, generation: str) -> list[in
     """The bytes of each transfer of a call."""
     from jax._src.pallas.mosaic.interpret.interpret_pallas_call import DMA
 
-    found: list[int] = []
+    sizes: list[int] = []
     write = DMA.execute_write
 
-    def spy(self: Any) -> None:
+    def record(self: Any) -> None:
         if self.data is not None:
-            found.append(self.data_size)
+            sizes.append(self.data_size)
         write(self)
 
     metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error")
     operation = OperationRegistry.create("attnops-tpu:flash", metadata)
     mask = Causal() if window is None else Causal() & SlidingWindow(window - 1, 0)
     query = jnp.zeros((cache.batch, 1, cache.kv_heads * GROUPS, cache.head_dim), cache.dtype)
-    DMA.execute_write = spy  # type: ignore[method-assign]
+    DMA.execute_write = record  # type: ignore[method-assign]
     try:
         with target(generation):
             jax.block_until_ready(jax.jit(lambda query, cache: operation(query, cache, mask=mask))(query, cache))
     finally:
         DMA.execute_write = write  # type: ignore[method-assign]
-    return found
+    return sizes
 
 
 def traffic(generation: str, pages: list[int]) -> Iterator[dict[str, Any]]:
-    """The lines of a table."""
+    """The lines of a table, one per case: the bytes that were moved relative to the least, and the transfers."""
     for codec in ("", "int8"):
         for page in pages if not codec else [128]:
             for window in (None, 128, 1024):

@@ -1,13 +1,13 @@
-"""Kernels of other libraries over paged caches, for `tpu_decode.py`, which counts their bundles too:
+"""Kernels of other libraries over paged caches, whose bundles `tpu_decode.py` counts too:
 
 - ``paged_attention`` and ``ragged_paged_attention`` of JAX;
-- ``ragged_paged_attention`` v3 of tpu-inference, whose kernels alone are imported: ``pip install --no-deps
+- ``ragged_paged_attention`` v3 of tpu-inference, of which only the kernels are imported: ``pip install --no-deps
   tpu-inference``. Its kernel for head dim 64 calls functions that the newest JAX no longer has; its other one pads to
   128.
 
-Each is compiled with several block sizes, of which the best counts. The figure is the bundles of the loop over blocks
-of keys, without branches of fewer than 64 bundles. Most of these are for first and last blocks; if one runs for every
-block, the count favours the peer.
+Each is compiled with several block sizes, and the best is reported: the bundles of the loop over blocks of keys,
+without branches of fewer than 64 bundles. Most of these branches are for first and last blocks; if one runs for every
+block, the figure is too good.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from attnops_tpu.schedule import Schedule, measure
 ROWS: Final = 8
 # The peers keep the table in scalar memory, which can't hold more pages.
 SLOTS: Final = 1 << 14
-# The values of tokens per block times kv heads that are tried; tpu-inference's own choice is 32,768.
+# Tokens per block times kv heads: the values that are tried. tpu-inference itself uses 32,768.
 SIZES: Final = 4096, 16384, 32768
-# How a kernel refuses a dtype, and the compiler a block size. Anything else stops the run: an interface has changed.
+# Errors by which a kernel refuses a dtype, or the compiler a block size. Others stop the run: an interface has changed.
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "xceeded", "Ran out of memory", "Register allocation failed",
                    "Expected kv quantization", "to be a floating point", "Not implemented", "not supported",
                    "must be divisible", "Mosaic failed to compile")  # fmt: skip
@@ -38,7 +38,15 @@ _SHORT: Final = 64
 
 
 class PeerCase(NamedTuple):
-    """What is compiled: slots per page, kv heads, query heads of each, the head dim, and the dtype of tokens."""
+    """A call that is compiled.
+
+    Attributes:
+        page: slots per page.
+        kv_heads: K.
+        groups: query heads per kv head.
+        head_dim: D.
+        dtype: the dtype of keys and values.
+    """
 
     page: int
     kv_heads: int
@@ -52,13 +60,13 @@ class DecodePeer(NamedTuple):
 
     Attributes:
         kernel: a part of the kernel's name.
-        is_of_all_heads: whether a block holds the tokens of all kv heads.
+        has_all_heads: whether a block holds the tokens of all kv heads.
         function: given the case, the generation and the tokens per block, returns the function to compile and its
             arguments.
     """
 
     kernel: str
-    is_of_all_heads: bool
+    has_all_heads: bool
     function: Callable[[PeerCase, str, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
@@ -82,7 +90,7 @@ def _arrays(case: PeerCase) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _jax_ragged(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-    _know(generation)
+    _pretend(generation)
     page, K, G, D, dtype = case
     floats, ints = _arrays(case)
     scale = None if dtype == "bfloat16" else 1.0
@@ -101,7 +109,7 @@ def _jax_ragged(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[
 def _jax_paged(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
-    _know(generation)
+    _pretend(generation)
     page, K, G, D, dtype = case
     floats, ints = _arrays(case)
 
@@ -126,7 +134,7 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
     module = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
     version = {"v5e": 5, "v5p": 5, "v6e": 6, "tpu7x": 7}[generation]
     module.get_tpu_version = lambda: version  # type: ignore[attr-defined]  # it asks the device
-    _know(generation)
+    _pretend(generation)
     floats, ints = _arrays(case)
     scale = None if dtype == "bfloat16" else 1.0
 
@@ -153,7 +161,7 @@ def bundles_a_byte(name: str, case: PeerCase, generation: str) -> float | None:
     """Bundles per byte of keys and values, at the best block size; None if the kernel refuses the case."""
     import jax.numpy as jnp
 
-    peer, found = PEERS[name], []
+    peer, ratios = PEERS[name], []
     for tokens in sizes(case):
         command = [str(Path(__file__).resolve()), json.dumps([name, case, generation, tokens])]
         try:
@@ -162,16 +170,16 @@ def bundles_a_byte(name: str, case: PeerCase, generation: str) -> float | None:
             if not any(refusal in str(error) for refusal in REFUSALS):
                 raise
             continue
-        heads = case.kv_heads if peer.is_of_all_heads else 1
-        found.append(peer_loop(schedule) / (tokens * heads * 2 * case.head_dim * jnp.dtype(case.dtype).itemsize))
-    return min(found, default=None)
+        heads = case.kv_heads if peer.has_all_heads else 1
+        ratios.append(peer_loop(schedule) / (tokens * heads * 2 * case.head_dim * jnp.dtype(case.dtype).itemsize))
+    return min(ratios, default=None)
 
 
 def peer_loop(schedule: Schedule) -> int:
     """Bundles of the loop over blocks, in steady state."""
     runs: list[list[int]] = [[]]
-    for i, deep in enumerate(schedule.depths):
-        if deep >= 2:  # 1 is the grid's loop, or that over rows
+    for i, depth in enumerate(schedule.depths):
+        if depth >= 2:  # 1 is the grid's loop, or that over rows
             runs[-1].append(i)
         elif runs[-1]:
             runs.append([])
@@ -185,8 +193,8 @@ def _vmem(generation: str) -> int:
     return {"v5e": 100 << 20, "v5p": 50 << 20, "v6e": 100 << 20, "tpu7x": 50 << 20}[generation]
 
 
-def _know(generation: str) -> None:
-    """Pallas asks the device for its generation; make it find this one."""
+def _pretend(generation: str) -> None:
+    """Make Pallas, which asks the device for its generation, get this one."""
     from jax._src.pallas.mosaic import tpu_info
 
     chips = tpu_info.ChipVersion
@@ -195,5 +203,5 @@ def _know(generation: str) -> None:
 
 
 if __name__ == "__main__":
-    given, own_case, own_generation, own_tokens = json.loads(sys.argv[1])
-    compile_for(*PEERS[given].function(PeerCase(*own_case), own_generation, own_tokens), own_generation)
+    peer_name, case_fields, for_generation, block = json.loads(sys.argv[1])
+    compile_for(*PEERS[peer_name].function(PeerCase(*case_fields), for_generation, block), for_generation)

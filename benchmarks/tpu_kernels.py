@@ -1,5 +1,6 @@
-"""Whole attention kernels for TPUs, without a TPU: the bundles of every region of the compiler's schedule times the
-number of times that a problem runs it, and the bytes that the compiled program moves outside of its kernels.
+"""The cost of whole attention kernels for TPUs, estimated without a TPU: for every region of the compiler's schedule,
+its bundles (instruction words) times the number of times that a problem runs it; and the bytes that the compiled
+program moves outside of its kernels.
 
 attnops-tpu is compared with JAX's ``splash_attention`` and tokamax's (``pip install tokamax``), each at the best of its
 block sizes and options::
@@ -7,16 +8,16 @@ block sizes and options::
     python benchmarks/tpu_kernels.py --generation v6e --problem 'causal 4k' --json out.json
 
 A peer's kernel has the same code for every length, so each of its candidates (`BLOCKS`, and tokamax's options) is
-compiled for a causal mask of 4,096 tokens, and the bundles of each problem are estimated from that. The best candidate
-forward, and backward the best two within 5%, are compiled for the problem itself. Every result is kept in the
-``--json`` file, and a run with the same file continues where the last one ended; results of other versions of the code
-are measured again. Block sizes that the compiler refuses are left out. Any other failure stops the run, such as a
-peer's changed interface.
+compiled for a causal mask of 4,096 tokens, and the bundles of each problem are estimated from that. Then the best
+candidate of the forward pass, and the best two within 5% of the backward pass, are compiled for the problem itself.
+Every result is kept in the ``--json`` file, and a run with the same file continues where the last one ended; results of
+other versions of the code are measured again. Block sizes that the compiler refuses are left out. Any other failure
+stops the run, such as a peer's changed interface.
 
 Figures are thousands of bundles (cycles without stalls) per head. "outside" is the bytes that the whole program moves
-outside of kernels, forward and backward, from and to [B, T, H, D]. "end to end" adds the bundles of all heads, and the
-cycles that these bytes need at the bandwidth of main memory; for each peer it is that of the backward pass with the
-smallest sum. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
+outside of kernels, forward and backward, from and to [B, T, H, D]. "end to end" is the sum of the bundles of all heads
+and of the cycles that these bytes need at the bandwidth of main memory; for a peer, with the backward candidate whose
+sum is smallest. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 from rich.table import Table
-from tpu_contenders import BATCH, CONTENDERS, HEADS, REDUCTION, SCHEDULER, KernelJob, child, traced, whole
+from tpu_contenders import BATCH, CONTENDERS, HEADS, REDUCTION, SCHEDULER, KernelJob, bundles_per_head, child, traced
 
 from attnops_tpu.aot import TOPOLOGIES
 from attnops_tpu.schedule import Region, Regions, measure
@@ -55,14 +56,14 @@ SCREENED: Final = (4096, "causal")
 # HBM bytes per cycle and core: the published bandwidth divided by the clock at which the matrix units reach the
 # published peak.
 BYTES_A_CYCLE: Final = {"v5e": 546, "v5p": 790, "v6e": 937, "tpu7x": 1682}
-# (queries, keys, keys at a time), forward and backward: the best of a wider search on v6e, forward of {1024, 2048} ×
-# {1024, 2048}, 4096 × 1024 and some of 512, with 256, 512 or 1024 keys at a time.
+# Block sizes (queries, keys, keys at a time) by whether the pass is backward: the best of a wider search on v6e. The
+# forward search had {1024, 2048} × {1024, 2048}, 4096 × 1024 and some of 512, with 256, 512 or 1024 keys at a time.
 BLOCKS: Final = {
     False: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512), (512, 1024, 512)),
     True: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 1024, 1024), (512, 1024, 512)),
 }
-# A candidate is compiled for a problem if its estimate is at most this factor above the best; at most this many forward
-# and backward. More than one backward, since fewer bundles may need more bytes.
+# A candidate is compiled for a problem if its estimate is at most this many times the best; by whether the pass is
+# backward, at most this many candidates are. Backward has two, since the one with fewer bundles may move more bytes.
 MARGIN: Final = 1.05
 FINALISTS: Final = {False: 1, True: 2}
 # How the compiler refuses a block size. Anything else stops the run: a peer's interface has changed, or the script is
@@ -84,24 +85,24 @@ class Results:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.found: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self.by_job: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
         # The name of each contender's kernel in its last program, by which the compiler knows what to dump.
         self.kernels: dict[tuple[str, bool], str] = {}
-        for key, result in self.found.items():
+        for key, result in self.by_job.items():
             job = KernelJob(*json.loads(key)[0])
             if "kernel" in result:
                 self.kernels[job.name, job.backward] = result["kernel"]
 
-    def of(self, job: KernelJob) -> dict[str, Any]:
+    def get(self, job: KernelJob) -> dict[str, Any]:
         """The kernel's regions and the bytes outside of it, or the reason why it doesn't compile."""
         key = json.dumps([job, version(job)])
-        if key in self.found:
-            return self.found[key]
+        if key in self.by_job:
+            return self.by_job[key]
         print(f"compiling {job}", file=sys.stderr, flush=True)
-        result = self.found[key] = self._measured(job)
+        result = self.by_job[key] = self._measured(job)
         if self.path is not None:
             temporary = self.path.with_suffix(".part")
-            temporary.write_text(json.dumps(self.found, indent=1))
+            temporary.write_text(json.dumps(self.by_job, indent=1))
             temporary.replace(self.path)
         return result
 
@@ -139,10 +140,10 @@ def run(command: list[str]) -> dict[str, Any]:
 
 @functools.cache
 def version(job: KernelJob) -> str:
-    """A hash of what a result depends on; for attnops-tpu of the program's text without addresses."""
+    """What a result depends on: the versions of packages, and for attnops-tpu a hash of the program's text."""
     versions = [importlib.metadata.version(package) for package in ("jax", "libtpu")]
     if job.name == "attnops-tpu":
-        program = re.sub(r"0x[0-9a-f]+", "", str(traced(job).jaxpr))
+        program = re.sub(r"0x[0-9a-f]+", "", str(traced(job).jaxpr))  # without addresses
         versions.append(hashlib.sha256(program.encode()).hexdigest()[:12])
     elif job.name == "tokamax":
         versions.append(importlib.metadata.version(job.name))
@@ -150,10 +151,10 @@ def version(job: KernelJob) -> str:
 
 
 def bundles(job: KernelJob, result: dict[str, Any]) -> dict[str, float]:
-    """The bundles of a head, by part."""
+    """The bundles per head, by part of the kernel."""
     x = result["regions"]
     skipped = tuple(Region(r["bundles"], tuple(r["loops"]), r["uses"]) for r in x["skipped"])
-    return whole(job, Regions(x["once"], x["step"], skipped))
+    return bundles_per_head(job, Regions(x["once"], x["step"], skipped))
 
 
 def finalists(
@@ -165,12 +166,12 @@ def finalists(
         return [KernelJob(generation, name, backward, mask, T, head_dim)]
     estimates, errors = {}, []
     for job in candidates(name, backward, generation, head_dim, *SCREENED):
-        result = results.of(job)
+        result = results.get(job)
         if "error" in result:
             errors.append(result["error"])
         else:
-            own = job._replace(T=T, mask=mask)
-            estimates[own] = sum(bundles(own, result).values())
+            candidate = job._replace(T=T, mask=mask)
+            estimates[candidate] = sum(bundles(candidate, result).values())
     if not estimates:
         raise RuntimeError(f"{name} compiled with none of its block sizes: {errors}")
     least = min(estimates.values())
@@ -186,7 +187,7 @@ def measured(results: Results, name: str, generation: str, head_dim: int, proble
         key = "backward" if backward else "forward"
         passes[key] = []
         for job in finalists(results, name, backward, generation, head_dim, problem):
-            result = results.of(job)
+            result = results.get(job)
             if "error" in result:
                 continue
             parts = bundles(job, result)
@@ -208,19 +209,19 @@ def measured(results: Results, name: str, generation: str, head_dim: int, proble
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """A line for each contender, with the ratios of attnops-tpu's figures to its figures."""
+    """A line for each contender. Peers' lines have attnops-tpu's figures divided by theirs in brackets."""
     shown = Table(title="Thousands of bundles per head, bfloat16; in brackets attnops-tpu relative to it")
     for column in ("TPU", "problem", "D", "kernel", "forward", "backward", "outside MB", "temporaries MB", "padding",
                    "end to end"):  # fmt: skip
         shown.add_column(column, justify="left" if column in ("problem", "kernel") else "right", no_wrap=True)
-    own: dict[str, float] = {}
+    ours: dict[str, float] = {}
     for row in rows:
         cost = {key: row[key]["bundles"] for key in ("forward", "backward")}
         if "end" in row:
             cost["end"] = row["end"]
         if row["name"] == "attnops-tpu":
-            own = cost
-        texts = {key: f"{x / 1e3:.1f}" + (f" ({own[key] / x:.2f})" if key in own and row["name"] != "attnops-tpu"
+            ours = cost
+        texts = {key: f"{x / 1e3:.1f}" + (f" ({ours[key] / x:.2f})" if key in ours and row["name"] != "attnops-tpu"
                                           else "") for key, x in cost.items()}  # fmt: skip
         moved = [f"{x / 1e6:.1f}" for x in (row["backward"]["outside"], row["temporaries"])]
         shown.add_row(
@@ -243,17 +244,17 @@ def main(
     for name, given, known in (("--generation", generation, TOPOLOGIES), ("--problem", problem, PROBLEMS),
                                ("--only", only, CONTENDERS)):  # fmt: skip
         if not set(given or []) <= set(known):
-            raise typer.BadParameter(f"{name} must be of {', '.join(known)}, not {', '.join(given or [])}")
+            raise typer.BadParameter(f"{name} is {', '.join(given or [])}; it must be one of {', '.join(known)}")
     results = Results(output)
     console = Console(width=max(Console().width, 150))
     rows = []
     for each in generation or ["v6e", "tpu7x"]:
-        for own_head_dim in head_dim or [128]:
+        for D in head_dim or [128]:
             for case in problem or list(PROBLEMS):
                 names = ["attnops-tpu"] if PROBLEMS[case][1] in BATCH else only or list(CONTENDERS)
-                found = [measured(results, one, each, own_head_dim, case) for one in names]
-                console.print(table(found))
-                rows += found
+                compared = [measured(results, name, each, D, case) for name in names]
+                console.print(table(compared))
+                rows += compared
     console.print(table(rows))
 
 

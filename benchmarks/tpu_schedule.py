@@ -1,6 +1,6 @@
 """The TPU compiler's schedule of a kernel, without a TPU: bundles (cycles without stalls) per tile, the use of each
-unit, spills and memory, for any generation. `tpu_kernels.py` adds up whole kernels; this is the step that computes a
-tile without a mask.
+unit, spills and memory, for any generation. `tpu_kernels.py` adds up whole kernels; this script reads only the step
+that computes a tile without a mask.
 
 Flash attention: attnops-tpu compared with JAX's ``flash_attention`` and ``splash_attention``, each at the best of its
 block sizes::
@@ -13,7 +13,7 @@ Any other Pallas kernel::
     python benchmarks/tpu_schedule.py --function my_module:my_function --argument 'bfloat16[8,4096,128]' --tiles 4
 
 Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``. Compiling takes about ten seconds per kernel.
-See `attnops_tpu.schedule` for the columns, and to read schedules of other programs.
+The columns are uses of a core's units (`attnops_tpu.schedule.UNITS`); that module reads schedules of other programs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Job(NamedTuple):
     Attributes:
         name: the contender's name.
         backward: which pass.
-        blocks: its block sizes.
+        blocks: its block sizes, queries and keys; empty for the library's own choice.
         tiles: the number of tiles of `TILE` scores that the kernel's body computes.
         kernel: a part of the kernel's name.
     """
@@ -137,35 +137,36 @@ CONTENDERS: dict[str, Callable[[Job, int], tuple[Callable[..., Any], list[Any]]]
 }
 
 
-def run(what: dict[str, Any], generation: str, kernel: str) -> tuple[Schedule, dict[str, Any]]:
+def run(task: dict[str, Any], generation: str, kernel: str) -> tuple[Schedule, dict[str, Any]]:
     """Compile in a separate process, and read the schedule and the memory figures."""
-    schedule, said = measure([str(Path(__file__).resolve()), "child", json.dumps(what), generation], kernel or None)
-    return schedule, json.loads(said.strip().splitlines()[-1])
+    command = [str(Path(__file__).resolve()), "child", json.dumps(task), generation]
+    schedule, printed = measure(command, kernel or None)
+    return schedule, json.loads(printed.strip().splitlines()[-1])
 
 
-def child(what: dict[str, Any], generation: str) -> None:
-    """The work of a separate process: compile, and print the memory figures."""
+def child(task: dict[str, Any], generation: str) -> None:
+    """In a separate process: compile, and print the memory figures."""
     import jax
 
-    if "function" in what:
-        module, name = what["function"].split(":")
+    if "function" in task:
+        module, name = task["function"].split(":")
         sys.path.insert(0, os.getcwd())
         function = getattr(importlib.import_module(module), name)
         arguments = []
-        for text in what["arguments"]:
+        for text in task["arguments"]:
             dtype, dims = text.rstrip("]").split("[")
             arguments.append(jax.ShapeDtypeStruct(tuple(int(n) for n in dims.split(",") if n), dtype))
         tiles = None
     else:
-        job = Job(*what["job"])
-        function, arguments = CONTENDERS[job.name](job, what["head_dim"])
-        tiles = job.tiles or _own_tiles(what["head_dim"], generation)
+        job = Job(*task["job"])
+        function, arguments = CONTENDERS[job.name](job, task["head_dim"])
+        tiles = job.tiles or _attnops_tiles(task["head_dim"], generation)
     memory = compile_for(function, arguments, generation).memory_analysis()
     print(json.dumps({"temporaries": memory.temp_size_in_bytes, "code": memory.generated_code_size_in_bytes,
                       "tiles": tiles}))  # fmt: skip
 
 
-def _own_tiles(head_dim: int, generation: str) -> float:
+def _attnops_tiles(head_dim: int, generation: str) -> float:
     from attnops import OperationMetadata
     from attnops_tpu.flash.tile_sizes import Problem, choose
     from attnops_tpu.generations import target
@@ -182,25 +183,25 @@ def compare(
     """Each contender at the best of its block sizes."""
     work = [(g, d, p, job) for g in generations for d in head_dims for p in passes for job in jobs(p == "backward")
             if not only or job.name in only]  # fmt: skip
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
 
-    def one(item: tuple[str, int, str, Job]) -> dict[str, Any]:
+    def row_of(item: tuple[str, int, str, Job]) -> dict[str, Any]:
         generation, head_dim, name, job = item
         row = {"generation": generation, "head_dim": head_dim, "pass": name, "name": job.name, "blocks": job.blocks}
         try:
-            schedule, said = run({"job": job, "head_dim": head_dim}, generation, job.kernel)
+            schedule, memory = run({"job": job, "head_dim": head_dim}, generation, job.kernel)
         except (RuntimeError, LookupError) as error:
             return row | {"error": str(error).strip().splitlines()[-1][:300]}
-        tiles = job.tiles or said["tiles"]
+        tiles = job.tiles or memory["tiles"]
         return row | in_tiles(schedule.body, tiles) | {"capacity": dict(schedule.capacity), "tiles": tiles,
-                                                        "temporaries": said["temporaries"]}  # fmt: skip
+                                                        "temporaries": memory["temporaries"]}  # fmt: skip
 
     with Progress(console=Console(stderr=True)) as progress, concurrent.futures.ThreadPoolExecutor(workers) as pool:
         task = progress.add_task("compiling", total=len(work))
-        for row in pool.map(one, work):
+        for row in pool.map(row_of, work):
             progress.advance(task)
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def best_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -212,7 +213,7 @@ def best_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """The table, with each contender relative to splash."""
+    """A line for each contender and case, with its bundles relative to splash's."""
     shown = Table(title="Bundles by 512 × 512 scores, bfloat16, nothing masked; each at its best block sizes")
     columns = ("TPU", "D", "pass", "kernel", "blocks", "bundles", "× splash", "matrix unit", *UNITS)
     for column in columns:
@@ -233,7 +234,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Bars of bundles by case; needs matplotlib."""
+    """Draw bundles as bars, grouped by case; needs matplotlib."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if "bundles" in row]
@@ -260,28 +261,30 @@ def main(
     passes: Annotated[list[str] | None, typer.Option("--pass", help="forward, backward; may be repeated.")] = None,
     only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CONTENDERS)}; may be repeated.")] = None,
     function: Annotated[str, typer.Option(help="module:name of any function, in place of the comparison.")] = "",
-    argument: Annotated[list[str] | None, typer.Option(help="Its arguments, such as 'bfloat16[8,128]'.")] = None,
+    argument: Annotated[
+        list[str] | None, typer.Option(help="The function's arguments, such as 'bfloat16[8,128]'.")
+    ] = None,
     kernel: Annotated[str, typer.Option(help="A part of the kernel's name; else the largest.")] = "",
     tiles: Annotated[float, typer.Option(help="Tiles that the kernel's body computes.")] = 1.0,
     workers: Annotated[int, typer.Option(help="Compilations at a time.")] = 2,
-    output: Annotated[Path | None, typer.Option("--json", help="Write all figures there.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison there.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="File for all figures.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="File for a picture of the comparison.")] = None,
 ) -> None:
     """Count the bundles of Pallas TPU kernels, with no TPU."""
     for name, given, known in (("--generation", generation, TOPOLOGIES), ("--pass", passes, PASSES),
                                ("--only", only, CONTENDERS)):  # fmt: skip
         if not set(given or []) <= set(known):
-            raise typer.BadParameter(f"{name} must be of {', '.join(known)}, not {', '.join(given or [])}")
+            raise typer.BadParameter(f"{name} is {', '.join(given or [])}; it must be one of {', '.join(known)}")
     if function and picture:
-        raise typer.BadParameter("--plot draws the comparison; it has nothing to draw of one function")
+        raise typer.BadParameter("--plot draws the comparison, which --function replaces; leave one of them out")
     console = Console(width=max(Console().width, 190))
     generations = generation or list(TOPOLOGIES)
     if function:
         rows = []
         for name in generations:
-            schedule, said = run({"function": function, "arguments": argument or []}, name, kernel)
+            schedule, memory = run({"function": function, "arguments": argument or []}, name, kernel)
             for block in schedule.blocks:
-                rows.append({"generation": name, "kernel": schedule.kernel} | in_tiles(block, tiles) | said)
+                rows.append({"generation": name, "kernel": schedule.kernel} | in_tiles(block, tiles) | memory)
         shown = Table("TPU", "bundles", *UNITS, title=f"Long blocks of {function}, by tile")
         for row in rows:
             shown.add_row(row["generation"], f"{row['bundles']:.1f}", *(f"{row[unit]:.1f}" for unit in UNITS))

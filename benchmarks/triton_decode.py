@@ -1,13 +1,12 @@
-"""Instructions of attnops-triton's loop over a tile of keys for each byte of keys and values, without a GPU::
+"""Instructions per byte of keys and values in attnops-triton's loop over a tile of keys, without a GPU::
 
     python benchmarks/triton_decode.py                                   # sm_90, pages of 16 and 64, every codec
     python benchmarks/triton_decode.py --arch sm_80 --page 16 --head-dim 64 --json out.json
-    python benchmarks/triton_decode.py --vllm ~/vllm                     # next to vLLM's kernel, compiled alike
+    python benchmarks/triton_decode.py --vllm ~/vllm                     # with vLLM's kernel, compiled the same way
 
-One token per row over a paged cache. The loop is the one over whole, unmasked tiles. Figures are warp instructions,
+One token per row over a paged cache. The loop is the one over complete, unmasked tiles. Figures are warp instructions,
 summed over a program's warps. They are not times; fewer instructions leave more time for memory. ``--vllm`` names a
-checkout of vLLM, whose ``kernel_unified_attention`` is compiled with the tiles, warps and stages that vLLM runs it
-with.
+checkout of vLLM, whose ``kernel_unified_attention`` is compiled with vLLM's tiles, warps and stages.
 """
 
 from __future__ import annotations
@@ -75,16 +74,16 @@ class Case(NamedTuple):
         return 2 * self.head_dim * (1 if self.codec else 2)
 
 
-def ours(case: Case) -> dict[str, Any]:
-    """The figures of a case."""
+def attnops(case: Case) -> dict[str, Any]:
+    """The figures of attnops-triton's kernel."""
     operation: Any = OperationRegistry.create(
         "attnops-triton:flash", OperationMetadata(platform="cuda", on_unsupported="error")
     )
-    most = LENGTH // case.page
+    max_pages = LENGTH // case.page
     codec = Quantized(case.codec) if case.codec else None
     cache = jax.eval_shape(lambda: PagedCache.create(
-        batch=BATCH, pages=BATCH * most, page_size=case.page, max_pages=most, kv_heads=KV_HEADS, head_dim=case.head_dim,
-        codec=codec,
+        batch=BATCH, pages=BATCH * max_pages, page_size=case.page, max_pages=max_pages, kv_heads=KV_HEADS,
+        head_dim=case.head_dim, codec=codec,
     ))  # fmt: skip
     query = jax.ShapeDtypeStruct((BATCH, 1, KV_HEADS * case.groups, case.head_dim), jnp.bfloat16)
     (launched, *_) = aot.kernels(
@@ -100,10 +99,10 @@ def ours(case: Case) -> dict[str, Any]:
 
 
 def vllm(case: Case, checkout: Path) -> dict[str, Any]:
-    """The figures of vLLM's kernel, and ours divided by these; empty if vLLM has no such case."""
+    """The figure of vLLM's kernel; empty if vLLM has no such case."""
     if case.codec not in _STORED or not case.arch.startswith("sm_"):
         return {}
-    tile = 16  # for 16-bit queries, whatever the stored dtype
+    tile = 16  # vLLM's for 16-bit queries, with any stored dtype
     loop = sum(_loop(_kernel(checkout), case, tile).values())
     return {"vLLM's": round(loop * 4 / (tile * case.token_bytes), 4)}
 
@@ -148,7 +147,7 @@ def _loop(kernel: Any, case: Case, tile: int) -> Any:
 
 @functools.cache
 def _kernel(checkout: Path) -> Any:
-    """``kernel_unified_attention``, whose file is imported alone: torch and the rest of vLLM are not needed."""
+    """``kernel_unified_attention``. Only its file is imported: torch and the rest of vLLM are not needed."""
     import triton
     import triton.language as tl
 
@@ -171,7 +170,7 @@ def _kernel(checkout: Path) -> Any:
         full = "vllm.v1.attention.ops." + name.replace("/", ".")
         path = checkout / _FOLDER / f"{name}.py"
         if not path.exists():
-            continue  # of older versions, which have one file
+            continue  # older versions have only one file
         spec = importlib.util.spec_from_file_location(full, path)
         assert spec is not None
         assert spec.loader is not None
@@ -187,14 +186,14 @@ def main(
     page: Annotated[list[int] | None, typer.Option(help="Slots per page; may repeat.")] = None,
     groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 8,
     vllm_checkout: Annotated[Path | None, typer.Option("--vllm", help="A checkout of vLLM.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all figures there.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
 ) -> None:
-    """Compile, and print what came out."""
+    """Compile the kernels, and print their figures."""
     rows = []
-    for one in arch or ["sm_90"]:
+    for architecture in arch or ["sm_90"]:
         for dim in head_dim or [128]:
-            cases = [Case(one, dim, groups, size, codec) for size in page or [16, 64] for codec in CODECS]
-            rows += [ours(case) | (vllm(case, vllm_checkout) if vllm_checkout else {}) for case in cases]
+            cases = [Case(architecture, dim, groups, size, codec) for size in page or [16, 64] for codec in CODECS]
+            rows += [attnops(case) | (vllm(case, vllm_checkout) if vllm_checkout else {}) for case in cases]
     table = Table(title=f"instructions of a warp, G {groups}, bfloat16 queries")
     shown = [name for name in rows[0] if any(row.get(name) for row in rows)]
     for name in shown:

@@ -1,5 +1,6 @@
-"""The number of programs that attnops-triton compiles for ten lengths and three kinds of masks, and the time, in a
-first and in a second process; without a GPU. The assembler, which jaxlib runs, is not included::
+"""The number of programs that attnops-triton compiles for ten lengths and three kinds of masks, and the seconds that
+this needs: in one process, and in a second one that finds them on disk. No GPU is needed. The time of the assembler,
+which jaxlib runs, is not included::
 
     python benchmarks/triton_programs.py
     python benchmarks/triton_programs.py --arch sm_100 --head-dim 64
@@ -66,15 +67,15 @@ def compile_all(arch: str, head_dim: int) -> None:
 def main(
     arch: Annotated[str, typer.Option(help="The architecture, such as sm_90.")] = "sm_90",
     head_dim: Annotated[int, typer.Option()] = 64,
-    here: Annotated[bool, typer.Option(help="In this process, with the programs on disk.")] = False,
+    here: Annotated[bool, typer.Option(help="Compile in this process, with the programs on disk.")] = False,
 ) -> None:
     """Run two processes that share a folder of programs."""
     if here:
         return compile_all(arch, head_dim)
     command = [sys.executable, __file__, "--here", "--arch", arch, "--head-dim", str(head_dim)]
     with tempfile.TemporaryDirectory() as folder:
-        for which in ("first", "second"):
-            print(f"{which} process: ", end="", flush=True)
+        for order in ("first", "second"):
+            print(f"{order} process: ", end="", flush=True)
             subprocess.run(command, check=True, env=os.environ | {VARIABLE: folder})
 
 

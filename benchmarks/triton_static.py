@@ -71,30 +71,30 @@ FLASH_ATTENTION_4 = {64: ((256, 128, 10, 1, 16), (256, 128, 10, 1, 16)),
 FLASH_ATTENTION_4_BACKWARD = {64: ((128, 128, 2, 1, 0),) * 2, 128: ((128, 128, 1, 2, 0),) * 2}
 
 
-def cycles(arch: str, head_dim: str, dtype: str, launched: Any, found: Any) -> dict[str, float]:
-    """The cycles of 128 × 128 scores, and the bound of the use of the tensor cores."""
-    loop = found.loop
+def cycles(arch: str, head_dim: str, dtype: str, launched: Any, compiled: Any) -> dict[str, float]:
+    """The cycles of 128 × 128 scores, and an upper bound of the use of the tensor cores."""
+    loop = compiled.loop
     if arch not in MULTIPLICATIONS or dtype == "float32":
         return {}
     D, Dv = (int(x) for x in (head_dim.split("/") * 2)[:2])
     tiles = launched.tiles
     warps = 8 if tiles.specialised else tiles.warps
-    each = 128 * 128 / (tiles.bq * tiles.bk)
+    number = 128 * 128 / (tiles.bq * tiles.bk)
     of_d, of_dv = PRODUCTS[launched.recipe.kernel.name[14:]]
     tensor = 128 * 128 * (of_d * D + of_dv * Dv) / MULTIPLICATIONS[arch]
-    issue = each * sum(loop.values()) * warps / ISSUED
+    issue = number * sum(loop.values()) * warps / ISSUED
     if tiles.specialised and arch == "sm_100":
         # One warp issues products, and four scale sums.
-        others = [(1 if one["UTCHMMA"] else 4, sum(one.values())) for one in found.loops if not one["MUFU"]]
-        issue += each * sum(number * count for number, count in others) / ISSUED
-    special = each * loop["MUFU"] * 32 * warps / SPECIAL
+        others = [(1 if x["UTCHMMA"] else 4, sum(x.values())) for x in compiled.loops if not x["MUFU"]]
+        issue += number * sum(warps * instructions for warps, instructions in others) / ISSUED
+    special = number * loop["MUFU"] * 32 * warps / SPECIAL
     slower = max(issue, special)
     share = tensor / (max(tensor, slower) if tiles.specialised else tensor + slower)
     return {"tensor": round(tensor), "issue": round(issue), "special": round(special), "share": round(share, 2)}
 
 
 def flash_attention(arch: str, head_dim: str, masked: bool) -> list[dict[str, Any]]:
-    """FlashAttention-3's tiles for sm_90, or FlashAttention-4's for sm_100, whose instructions are not known here."""
+    """Rows for FlashAttention-3's tiles on sm_90, or FlashAttention-4's on sm_100, without counts of instructions."""
     version, *passes = {
         "sm_90": (3, FLASH_ATTENTION_3, FLASH_ATTENTION_3_BACKWARD),
         "sm_100": (4, FLASH_ATTENTION_4, FLASH_ATTENTION_4_BACKWARD),
@@ -133,27 +133,27 @@ def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str
         start = time.perf_counter()
         build(launched.recipe)
         seconds = round(time.perf_counter() - start, 1)
-        found = compile_for(launched, arch)
+        compiled = compile_for(launched, arch)
         rows.append(
             {"arch": arch, "head_dim": head_dim, "dtype": dtype, "kernel": launched.recipe.kernel.name[14:]}
             | dataclasses.asdict(launched.tiles)
-            | {"registers": found.registers, "spilled": found.spilled, "shared": found.shared}
-            | {"compile_s": seconds, "shared_limit": SHARED_MEMORY[arch], "step": sum(found.loop.values())}
-            | cycles(arch, head_dim, dtype, launched, found)
-            | {name: found.loop[name] for name in SHOWN}
+            | {"registers": compiled.registers, "spilled": compiled.spilled, "shared": compiled.shared}
+            | {"compile_s": seconds, "shared_limit": SHARED_MEMORY[arch], "step": sum(compiled.loop.values())}
+            | cycles(arch, head_dim, dtype, launched, compiled)
+            | {name: compiled.loop[name] for name in SHOWN}
         )
     return rows
 
 
 @contextlib.contextmanager
-def ordinary() -> Iterator[None]:
-    """A context in which the kernels of all architectures serve Hopper and sm_100 too."""
-    kept = dict(tile_sizes.SPECIALISED)
+def without_specialised() -> Iterator[None]:
+    """A context without the specialised kernels: those of all architectures serve Hopper and sm_100 too."""
+    specialised = dict(tile_sizes.SPECIALISED)
     tile_sizes.SPECIALISED.clear()
     try:
         yield
     finally:
-        tile_sizes.SPECIALISED.update(kept)
+        tile_sizes.SPECIALISED.update(specialised)
 
 
 def main(
@@ -162,27 +162,29 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     tiles: Annotated[str, typer.Option(help="bq,bk,warps,stages for all kernels, instead of the table's.")] = "",
     masked: Annotated[bool, typer.Option(help="Causal; else nothing is masked.")] = True,
-    json: Annotated[Path | None, typer.Option(help="Write all figures there.")] = None,
+    json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
 ) -> None:
-    """Compile, and print what came out."""
+    """Compile the kernels, and print their figures."""
     if tiles:
-        given = TileSizes(*(int(x) for x in tiles.split(",")))
+        sizes = TileSizes(*(int(x) for x in tiles.split(",")))
         tile_sizes.SPECIALISED.clear()
         for by_size in tile_sizes.TABLE.values():
             for by_dim in by_size.values():
                 for limit in by_dim:
-                    by_dim[limit] = (given,) * 4
+                    by_dim[limit] = (sizes,) * 4
     rows = []
-    for one in arch or SHARED_MEMORY:
+    for architecture in arch or SHARED_MEMORY:
         for dim in head_dim or HEAD_DIMS:
-            rows += measure(one, dim, dtype, masked)
+            rows += measure(architecture, dim, dtype, masked)
             if any(row["specialised"] for row in rows[-3:]):
-                if one == "sm_90":
+                if architecture == "sm_90":
                     with unordered():
-                        rows += [row for row in measure(one, dim, dtype, masked) if row["kernel"] == "backward"]
-                with ordinary():
-                    rows += measure(one, dim, dtype, masked)
-                rows += flash_attention(one, dim, masked)
+                        rows += [
+                            row for row in measure(architecture, dim, dtype, masked) if row["kernel"] == "backward"
+                        ]
+                with without_specialised():
+                    rows += measure(architecture, dim, dtype, masked)
+                rows += flash_attention(architecture, dim, masked)
     table = Table(
         title=f"{dtype}, {LENGTH} tokens, {'causal' if masked else 'no mask'}; the step is over one FULL tile"
     )

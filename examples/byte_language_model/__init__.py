@@ -1,1 +1,1 @@
-"""A byte-level language model in JAX, trained on what ships with Python; its attention made by attnops."""
+"""A byte-level language model in JAX with attnops' attention, trained on the text that ships with Python."""

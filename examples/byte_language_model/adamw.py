@@ -15,22 +15,22 @@ from .model import Params
 class AdamW:
     """The hyperparameters of AdamW. Hashable: it is static under `jit`."""
 
-    steps: int  # of the whole training: the rate falls to a tenth of its peak by the last
-    rate: float = 3e-3  # at its peak
+    steps: int  # updates in the whole training; at the last one the rate is a tenth of its peak
+    rate: float = 3e-3  # the learning rate at its peak
     warmup: int = 30  # steps to the peak
     decay: float = 0.1  # of the weights, towards 0; a norm's scale is stored minus 1
-    clip: float = 1.0  # the gradient's largest norm
-    momentum: float = 0.9
-    memory: float = 0.95  # of the squares
-    epsilon: float = 1e-8
+    clip: float = 1.0  # the largest norm of the gradient; larger gradients are scaled to it
+    momentum: float = 0.9  # β₁
+    memory: float = 0.95  # β₂
+    epsilon: float = 1e-8  # added to the root of the squares
 
 
 class State(NamedTuple):
     """The state of AdamW."""
 
     step: jax.Array  # int32, updates made
-    means: Params  # of the gradients
-    squares: Params  # of their squares
+    means: Params  # moving averages of the gradients
+    squares: Params  # moving averages of the gradients' squares
 
 
 def start(params: Params) -> State:
@@ -40,7 +40,7 @@ def start(params: Params) -> State:
 
 
 def update(optimizer: AdamW, params: Params, gradients: Params, state: State) -> tuple[Params, State]:
-    """One update of the weights, and the state after it."""
+    """The weights and the state after one update."""
     o, step = optimizer, state.step + 1
     norm = jnp.sqrt(sum(jnp.square(leaf).sum() for leaf in jax.tree.leaves(gradients)))
     gradients = jax.tree.map(lambda g: g * jnp.minimum(1.0, o.clip / norm), gradients)

@@ -1,4 +1,4 @@
-"""Attention over packed rows by an operation, and the same with its rounding changed, for comparison."""
+"""Attention over packed rows by an operation, and a variant with other rounding errors, for comparison."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def create_operation(name: str, block: int | None = None) -> attnops.OperationIm
     """The installed operation of this name, with tiles of ``block`` queries and keys where it has tiles.
 
     Raises:
-        UnknownOperationError: no installed distribution has it.
-        UnsupportedError: it is not attention over query, key and value.
+        UnknownOperationError: no installed distribution has the operation.
+        UnsupportedError: the operation is not attention of query, key and value.
     """
     # `ring` is for sharded sequences: it gets a mesh of all devices.
     mesh = create_mesh((-1,), ("sp",)) if name.rpartition(":")[2] == "ring" else None
@@ -36,7 +36,7 @@ def create_operation(name: str, block: int | None = None) -> attnops.OperationIm
 
 @functools.cache  # equal operations give the same function, which is then compiled once
 def packed(operation: attnops.OperationImpl) -> Attention:
-    """Each token sees those before it in its own document. What the model is trained with."""
+    """The attention that the model is trained with: each token sees itself and those before it in its document."""
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:
         return operation(query, key, value, mask=Causal() & Segments(segments)).attention_outputs
@@ -46,9 +46,9 @@ def packed(operation: attnops.OperationImpl) -> Attention:
 
 @functools.cache
 def packed_in_reverse(operation: attnops.OperationImpl) -> Attention:
-    """The same, but with keys and values laid out from the last to the first, and so summed in another order.
+    """`packed` with keys and values laid out from the last to the first, and so summed in another order.
 
-    Equal to `packed` in exact arithmetic; what differs is rounding, of the kind in which implementations differ.
+    In exact arithmetic both are equal; only rounding differs, as it does between implementations.
     """
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array) -> jax.Array:

@@ -1,10 +1,9 @@
-"""Do two curves agree to rounding? And how far may rounding take them apart?
+"""Do two curves agree to rounding? And how much may rounding make them differ?
 
 Training amplifies rounding: if two float32 programs sum in different orders, their losses differ more at later steps,
-    so that no fixed bound is right for every number of steps. A control measures the effect: the reference with keys
-    summed in the opposite order (`attention.packed_in_reverse`). An operation agrees if it differs from the reference
-    by at most a factor times what the control does. Only the first steps, before rounding is amplified, have a fixed
-    bound.
+so that no fixed bound is right for every number of steps. A control measures the effect: the reference with keys summed
+in the opposite order (`attention.packed_in_reverse`). An operation agrees if its difference from the reference is at
+most a factor times the control's. Only the first steps, before rounding is amplified, have a fixed bound.
 
 Measured on a CPU, max |difference| from vanilla:
 
@@ -52,7 +51,7 @@ class Comparison:
 
     early: float  # max |difference| over the first `EARLY_STEPS` steps
     largest: float  # over all steps
-    allowed: float  # what `largest` may be
+    allowed: float  # the largest value that `largest` may have
 
     @property
     def agrees(self) -> bool:
@@ -66,11 +65,11 @@ def difference(losses: Losses, reference: Losses) -> npt.NDArray[np.float64]:
 
 
 def compare(losses: Losses, reference: Losses, control: Losses) -> Comparison:
-    """A curve with the reference's; ``control`` is the reference's with its rounding changed."""
-    strayed = difference(losses, reference)
+    """Compare a curve with the reference's; ``control`` is the reference's curve with other rounding errors."""
+    distance = difference(losses, reference)
     rounding = difference(control, reference).max()
     return Comparison(
-        early=float(strayed[:EARLY_STEPS].max()),
-        largest=float(strayed.max()),
+        early=float(distance[:EARLY_STEPS].max()),
+        largest=float(distance.max()),
         allowed=float(np.clip(FACTOR * rounding, EARLY_BOUND, LATE_BOUND)),  # a NaN stays one, and allows nothing
     )

@@ -19,7 +19,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @functools.cache
 def load_documents(seed: int = 0) -> tuple[str, ...]:
-    """Every document once, in an order that the seed fixes. About 1.5 MB in 4,000; reading it takes some seconds.
+    """Every document once, in an order that the seed determines: about 4,000 of 1.5 MB, which needs some seconds.
 
     A Python without its licence or without its sources gives fewer documents: the help topics alone are 0.5 MB.
     """
@@ -35,7 +35,7 @@ def topics() -> list[str]:
 
 
 def licences() -> list[str]:
-    """The text of `license()`, if this Python has it; its candidates in the working directory are not read."""
+    """The text of `license()`, if this Python has it. Unlike `license()`, it reads no file of the working directory."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     files = (folder / name for folder in (stdlib, stdlib.parent) for name in ("LICENSE.txt", "LICENSE"))
     texts = (file.read_text(encoding="utf-8") for file in files if file.is_file())
@@ -51,5 +51,5 @@ def docstrings() -> Iterator[str]:
         for file in (stdlib / f"{name}.py", stdlib / name / "__init__.py"):
             if file.is_file():
                 tree = ast.parse(file.read_bytes())
-                found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
-                yield from filter(None, found)
+                texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
+                yield from filter(None, texts)

@@ -105,9 +105,9 @@ def logits(params: Params, config: Config, batch: PackedRows, attention: Attenti
 
 
 def loss(params: Params, config: Config, batch: PackedRows, attention: Attention) -> jax.Array:
-    """Nats per byte, averaged over the tokens of the batch that predict another."""
+    """The loss in nats per byte, averaged over the tokens of the batch whose next token is a target."""
     log_probabilities = jax.nn.log_softmax(logits(params, config, batch, attention))
-    targets = jnp.roll(batch.tokens, -1, axis=1)  # the last of a row wraps around, and predicts nothing
+    targets = jnp.roll(batch.tokens, -1, axis=1)  # a row's last token would wrap around; it predicts nothing
     nats = -jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]  # [B, T]
     mean: jax.Array = jnp.where(batch.predicts, nats, 0).sum() / batch.predicts.sum()
     return mean
@@ -137,5 +137,5 @@ def _matmul(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _norm(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """RMS norm over the last axis; ``scale`` is added to 1, so that weight decay is towards 0 for it too."""
+    """RMS norm over the last axis; ``scale`` is added to 1, so that weight decay may move it towards 0."""
     return x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + 1e-6) * (1 + scale)

@@ -9,8 +9,8 @@
             positions 0 1 2 3 0 1              positions 0 0 1 2 3 4
             predicts  █ █ █ · █ ·              predicts  · █ █ █ █ ·
 
-A document ends with `END`, so that the model learns to end. If a row ends within a document, its rest is a new segment
-of the next row.
+A document ends with `END` (◦), so that the model learns to end. If a row ends within a document, the rest of the
+document is a new segment of the next row.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ import numpy as np
 END = 0  # a byte that no text has
 VOCABULARY = 256
 
-Array = Any  # of numpy, or of JAX where it is traced
+Array = Any  # a NumPy array, or inside `jit` a JAX array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """N rows of T tokens; a pytree, so that a batch passes through `jit`. Host arrays as `pack` makes them."""
+    """N rows of T tokens, NumPy arrays at first; a pytree, so that a batch can be an argument of a `jit` function."""
 
     tokens: Array  # [N, T] int32, bytes
-    segments: Array  # [N, T] int32, which document of the row: 0, 1, 2, …
+    segments: Array  # [N, T] int32, the token's document, counted in the row: 0, 1, 2, …
     positions: Array  # [N, T] int32, counted from the first token of the segment
     predicts: Array  # [N, T] bool, whether the next token is of the same document, so that it is a target
 
     def take(self, rows: np.ndarray) -> PackedRows:
-        """Those rows, in that order."""
+        """The rows with these indices, in this order."""
         taken: PackedRows = jax.tree.map(lambda array: array[rows], self)
         return taken
 
     def shuffled(self, seed: int) -> PackedRows:
-        """The rows in another order, so that those of a long document do not fill a batch."""
+        """The rows in random order, so that one long document does not fill a batch."""
         return self.take(np.random.default_rng(seed).permutation(len(self.tokens)))
 
     def batch(self, step: int, size: int) -> PackedRows:
-        """The batch [size, T] of a step, counted from 0; after the last row comes the first."""
+        """The batch [size, T] of a step. Steps are counted from 0; after the last row the first one follows."""
         return self.take((step * size + np.arange(size)) % len(self.tokens))
 
 
 def pack(documents: Sequence[str], length: int) -> PackedRows:
-    """Documents, UTF-8, into rows of ``length`` tokens; the last row is filled with a segment that predicts nothing."""
+    """Pack documents, as UTF-8, into rows of ``length`` tokens. The last row ends with a segment without targets."""
     texts = [text.encode() + bytes([END]) for text in documents]
     padding = -sum(map(len, texts)) % length
     stream = np.frombuffer(b"".join(texts) + bytes([END]) * padding, np.uint8)
-    owners = np.repeat(np.arange(len(texts) + 1), [*map(len, texts), padding])  # padding is the last
+    owners = np.repeat(np.arange(len(texts) + 1), [*map(len, texts), padding])  # the padding counts as a last document
 
     tokens = stream.reshape(-1, length)
     owner = owners.reshape(-1, length)
     goes_on = owner[:, 1:] == owner[:, :-1]  # [N, T - 1]: the next token is of the same document
     never = np.zeros((len(tokens), 1), bool)
     here = np.arange(length)
-    first = np.where(np.hstack([never, goes_on]), 0, here)  # where a segment begins: that place, else 0
+    first = np.where(np.hstack([never, goes_on]), 0, here)  # its own index where a segment begins, else 0
     return PackedRows(
         tokens=tokens.astype(np.int32),
         segments=(owner - owner[:, :1]).astype(np.int32),

@@ -43,8 +43,8 @@ def run(
     Args:
         plan: what to train.
         operations: names; the others are compared with the first, which is trained twice: the control.
-        plot: where to write the picture. None: nowhere.
-        block: queries and keys per tile, for operations that have tiles. None: their own tables.
+        plot: the file of the picture. None: no picture.
+        block: queries and keys per tile, for operations that have tiles. None: each operation's default.
         documents: the corpus. None: the text that ships with Python.
         console: where to print. None: standard output.
 
@@ -56,7 +56,7 @@ def run(
         ModuleNotFoundError: ``plot`` is given and matplotlib is not installed.
     """
     console = Console() if console is None else console
-    # Made before anything that takes time, as a name may be unknown.
+    # Created before any slow work, since a name may be unknown.
     attentions, refused = _create_all(operations, block)
     documents = load_documents() if documents is None else documents
     rows = pack(documents, plan.length)
@@ -87,7 +87,7 @@ def run(
         console.print(f"curves: {escape(str(plot))}")
     last = list(trained)[-1]
     text = generate(runs[last].params, plan.model, attentions[last], PROMPT, min(160, plan.length - len(PROMPT)))
-    # An untrained model may write what a terminal would obey.
+    # An untrained model may write control characters, which a terminal would obey.
     shown = "".join(c if c.isprintable() or c == "\n" else "�" for c in text.removeprefix(PROMPT))
     console.print(f"{escape(last)} writes: [bold]{escape(PROMPT)}[/]{escape(shown)}")
 
@@ -98,12 +98,12 @@ def run(
 
 
 def control_of(name: str) -> str:
-    """What the control of an operation is called."""
+    """The name of an operation's control: the same operation with its keys in reverse."""
     return f"{name} reversed"
 
 
 def _create_all(names: Sequence[str], block: int | None) -> tuple[dict[str, Attention], dict[str, str]]:
-    """Attention by each operation, then the first's control; and the reasons of those that can't be had."""
+    """Attention by each operation, then the first one's control; and why the others can't be created, by name."""
     attentions: dict[str, Attention] = {}
     refused: dict[str, str] = {}
     for name in names:
@@ -119,7 +119,7 @@ def _create_all(names: Sequence[str], block: int | None) -> tuple[dict[str, Atte
 def _train_all(
     console: Console, plan: TrainingPlan, rows: PackedRows, attentions: Mapping[str, Attention]
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """The runs, and the reasons of those that did not, by name."""
+    """The runs by name; and by name why the others did not run."""
     runs: dict[str, Run] = {}
     refused: dict[str, str] = {}
     columns = (
@@ -156,16 +156,16 @@ def _losses_table(curves: Mapping[str, Losses]) -> Table:
 
 
 def _operations_table(runs: Mapping[str, Run], compared: Mapping[str, Comparison]) -> Table:
-    """How each operation did, agreement first. The first operation has nothing to agree with."""
+    """Whether each operation agrees with the first, and its times. The first has nothing to agree with."""
     allowed = next(iter(compared.values())).allowed  # the same for all
     table = Table(
         title="Operations",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        caption=f"Max |difference| of a loss from the first operation's. It agrees if that is at most "
-        f"{EARLY_BOUND:g} in the first {EARLY_STEPS} steps and {allowed:.1e} in all: {FACTOR:g} times that of the "
-        f"control, which is the first operation with its keys summed in the opposite order, and from {EARLY_BOUND:g} "
-        f"to {LATE_BOUND:g}. The first step compiles; the seconds of the others are their median.",
+        caption=f"The largest |difference| of a loss from the first operation's. An operation agrees if that is at "
+        f"most {EARLY_BOUND:g} in the first {EARLY_STEPS} steps and {allowed:.1e} in all steps: {FACTOR:g} times that "
+        f"of the control, which is the first operation with its keys summed in the opposite order, and between "
+        f"{EARLY_BOUND:g} and {LATE_BOUND:g}. The first step compiles; seconds a step are the median of the others.",
         caption_justify="left",
     )
     table.add_column("operation", overflow="fold", min_width=16)

@@ -1,4 +1,4 @@
-"""What a trained model writes."""
+"""Text that a trained model writes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .packing import END, PackedRows
 
 
 def generate(params: Params, config: Config, attention: Attention, prompt: str, count: int) -> str:
-    """``prompt`` and up to ``count`` bytes more, each the likeliest, until the document ends.
+    """``prompt`` and up to ``count`` more bytes, each the most probable one, until the document ends.
 
-    Every byte is a pass over all of them, without a cache: good for a line or two.
+    Each byte needs a pass over all bytes, without a cache: good for a line or two.
     """
     start = np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)
     tokens = jnp.asarray(np.pad(start, (0, count)))[None]  # [1, T]
@@ -26,7 +26,7 @@ def generate(params: Params, config: Config, attention: Attention, prompt: str, 
 
 @functools.partial(jax.jit, static_argnames=("start", "config", "attention"))
 def _continue(params: Params, tokens: jax.Array, start: int, config: Config, attention: Attention) -> jax.Array:
-    """Tokens [1, T], the first ``start`` of which are given -> [1, T]. Those to come are seen by none before them."""
+    """Tokens [1, T], of which the first ``start`` are given, to [1, T]. No token sees those after it."""
     one_document = jnp.zeros_like(tokens)
     positions = jnp.arange(tokens.shape[1])[None]
 

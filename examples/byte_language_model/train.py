@@ -18,7 +18,7 @@ import attnops
 if __package__:
     from .report import run
     from .training import TrainingPlan
-else:  # by its path, so without a package to import the siblings from
+else:  # run by its path, as a script: there is no package to import the siblings from
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from byte_language_model.report import run
     from byte_language_model.training import TrainingPlan
@@ -29,12 +29,12 @@ PLOT = Path("losses.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the script and return its exit status: `run`'s, or 2 with one line for what only the user can mend."""
+    """Run the script and return its exit status: `run`'s, or 2 after a line about an argument that can't be used."""
     options = _parser().parse_args(arguments)
     if options.cpu_devices:
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
-    # Asked before the training, not after it.
+    # Checked before the training, not after it.
     if options.plot is not None and not has_matplotlib:
         return _fail(f"--plot {options.plot} needs matplotlib, which is not installed: pip install matplotlib")
     if options.plot is not None and not options.plot.parent.is_dir():
@@ -66,15 +66,13 @@ def _parser() -> argparse.ArgumentParser:
         "--operations",
         type=_names,
         default="vanilla,flash",
-        help="names, with commas; the others are compared with the first; default %(default)s",
+        help="names, separated by commas; the others are compared with the first; default %(default)s",
     )
+    parser.add_argument("--block", type=_positive, help="queries and keys per tile; default: each operation chooses")
     parser.add_argument(
-        "--block", type=_positive, help="queries and keys per tile; default: each operation's own table"
+        "--cpu-devices", type=_positive, help="number of CPU devices of JAX; `ring` shards sequences over them"
     )
-    parser.add_argument(
-        "--cpu-devices", type=_positive, help="as how many devices the CPU counts; `ring` shards sequences over them"
-    )
-    parser.add_argument("--plot", type=Path, help=f"where to write the curves; default {PLOT}, if matplotlib is there")
+    parser.add_argument("--plot", type=Path, help=f"file for the curves; default {PLOT}, if matplotlib is installed")
     return parser
 
 
@@ -88,7 +86,7 @@ def _positive(text: str) -> int:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names) or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} must be different names with commas between, like vanilla,flash")
+        raise argparse.ArgumentTypeError(f"{text!r} must be different names, separated by commas: vanilla,flash")
     return names
 
 

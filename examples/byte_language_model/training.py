@@ -38,7 +38,7 @@ class Run:
     losses: npt.NDArray[np.float32]  # [steps] nats per byte, each before its update
     params: Params  # after the last update
     first_seconds: float  # of the first step, including tracing and compiling if the program is new
-    step_seconds: float  # of those after it, median; NaN if there are none
+    step_seconds: float  # median of the other steps; NaN if there are none
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
 ) -> Run:
     """Train from the plan's first weights, and call ``on_step`` with each loss.
 
-    ``attention`` is hashable; what it raises is raised.
+    ``attention`` is hashable; its exceptions are not caught.
     """
     params = init(plan.model, plan.seed)
     state = adamw.start(params)
@@ -56,7 +56,7 @@ def train(
     for i in range(plan.steps):
         begun = time.perf_counter()
         params, state, value = _step(plan, attention, params, state, rows.batch(i, plan.batch))
-        losses[i] = value  # waits for it
+        losses[i] = value  # waits for the step
         seconds.append(time.perf_counter() - begun)
         on_step(float(losses[i]))
     return Run(

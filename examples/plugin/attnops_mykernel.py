@@ -25,10 +25,10 @@ class MyAttention(VanillaAttention):  # what it can't serve runs the core's nati
         out = run(*arrays, band, scale, self.metadata.interpret)
         return repair_empty_rows(OperationOutput(out), mask, key.shape[1])
 
-    def unsupported(self, request):  # what limits can't say
+    def unsupported(self, request):  # reasons that limits can't express
         for name, length in (("T", request.query_length), ("S", request.key_length)):
             if length % BLOCK:
-                yield Reason(name, length, f"must be a multiple of {BLOCK}", "pad it, see attnops.kernels")
+                yield Reason(name, length, f"must be a multiple of {BLOCK}", "use attnops.kernels.pad_to_multiple")
         if not request.mask_structure.is_band:
             yield Reason("mask", request.mask, "must be causal or a window, the same for every batch and head")
 
@@ -64,13 +64,13 @@ def attend(query, key, value, band, scale, interpret):
         ],
         out_specs=pl.BlockSpec((None, None, BLOCK, Dv), lambda b, h, i: (b, h, i, 0)),
         out_shape=output_like(query, (B, H, T, Dv), query.dtype),
-        interpret=interpret,  # what metadata.interpret says: in Pallas's interpreter, without a TPU
+        interpret=interpret,  # metadata.interpret: whether to run in Pallas's interpreter, without a TPU
     )(*(x.swapaxes(1, 2) for x in (query, key, value)))
     return out.swapaxes(1, 2)
 
 
 def plain(query, key, value, band, scale):
-    """The same in JAX alone, for the backward pass."""
+    """`attend` in plain JAX, for the backward pass."""
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     one = functools.partial(tile, first=0, band=band, scale=scale)

@@ -1,4 +1,4 @@
-"""Attention over a sequence sharded over processes, forward and backward, compared with one device's.
+"""Compares attention over a sequence sharded over processes with one device, forward and backward.
 
 On each of two hosts (on a cluster that JAX knows, such as a TPU pod or Slurm, all three options can be left out)::
 
@@ -28,7 +28,7 @@ BOUND = 2e-5
 
 
 def main() -> int:
-    """Run, compare, and say so."""
+    """Run, compare and print the error; the exit status is 1 if it exceeds `BOUND`."""
     options = _options()
     jax.distributed.initialize(
         options.coordinator, options.processes, options.index, heartbeat_timeout_seconds=options.heartbeat
@@ -49,7 +49,7 @@ def main() -> int:
         return out, *pull_back(qkv[3])
 
     spec = NamedSharding(mesh, metadata.get_shardings(q, k).query)
-    given = [jax.make_array_from_callback(x.shape, spec, lambda index, x=x: x[index]) for x in (q, k, v, d_out)]
+    sharded = [jax.make_array_from_callback(x.shape, spec, lambda index, x=x: x[index]) for x in (q, k, v, d_out)]
     program = jax.jit(lambda *x: both(OperationRegistry.create("ring", metadata), *x))
     with jax.default_device(jax.local_devices()[0]):
         expected = jax.jit(lambda *x: both(OperationRegistry.create("attnops:vanilla"), *x))(
@@ -57,15 +57,15 @@ def main() -> int:
         )
 
     def distance() -> float:
-        """The largest difference in this process's shards, of one run; NaN if there is a NaN."""
-        pairs = zip(program(*given), expected, strict=True)
+        """The largest difference in this process's shards in one run; NaN if there is a NaN."""
+        pairs = zip(program(*sharded), expected, strict=True)
         return float(
-            np.max([np.abs(part.data - want[part.index]).max() for x, want in pairs for part in x.addressable_shards])
+            np.max([np.abs(part.data - exact[part.index]).max() for x, exact in pairs for part in x.addressable_shards])
         )
 
     worst = distance()
     who = f"process {jax.process_index()} of {jax.process_count()}"
-    print(f"{who}, {devices} devices: {worst:.1e} from one device", flush=True)
+    print(f"{who}, {devices} devices: error {worst:.1e} relative to one device", flush=True)
     for _ in range(options.runs - 1):
         worst = float(np.maximum(worst, distance()))
     if options.runs > 1:
@@ -81,7 +81,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--heartbeat", type=int, default=100, help="seconds after which a silent process counts as dead"
     )
-    parser.add_argument("--runs", type=int, default=1, help="how often to run it, to see a cluster endure")
+    parser.add_argument("--runs", type=int, default=1, help="number of runs, to test a cluster for longer")
     return parser.parse_args()
 
 

@@ -133,7 +133,7 @@ def test_a_mask_has_a_shape_but_no_values() -> None:
     assert mask.untyped_storage().nbytes() == 1
     assert mask.to("cpu") is mask
     for read in (lambda: mask[:, :, :, :4], mask.all, lambda: ~mask, mask.float):
-        with pytest.raises(TypeError, match="pass it on as it is"):
+        with pytest.raises(TypeError, match="pass the mask on unchanged"):
             read()
 
 

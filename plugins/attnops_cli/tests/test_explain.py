@@ -88,7 +88,7 @@ def test_explain_describes_latent_and_packed_caches(run_json: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--source-options", "codec=int8"], "--source-options='codec=int8' is given, but no source"),
+        (["--source-options", "codec=int8"], "--source-options='codec=int8' needs a source"),
         (["--source", "sparse"], "source='sparse' is unknown; use one of ['DenseCache', 'PagedCache', 'WindowCache']"),
         (["--source", "DenseCache", "--source-options", "16"], "must be name=value, separated by commas"),
         (["--source", "DenseCache", "--source-options", "pages=4"], "source_options names pages, but a DenseCache has"),

@@ -99,8 +99,8 @@ def test_a_mask_is_drawn_as_an_image(tmp_path: Path, arguments: tuple[str, ...])
     [
         (("Causal(",), "mask='Causal(' can't be read"),
         (("Kausal()",), "mask='Kausal' is unknown"),
-        (("Lengths((4,))",), "its values count here; list them"),
-        (("1x1x16x16",), "its values count here; list them"),
+        (("Lengths((4,))",), "needs its values; list them"),
+        (("1x1x16x16",), "needs its values; list them"),
         (("Segments([0, 1])",), "Segments' q_ids has shape (2,), but must have shape [16]"),
         (("SlidingWindow(-1, 0)",), "SlidingWindow's left=-1 must be at least 0"),
         (

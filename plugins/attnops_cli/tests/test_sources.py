@@ -54,4 +54,4 @@ def test_a_name_of_two_distributions_names_both(install: Install, run: Any) -> N
     install("acme_two", "source = None")
     result = run("explain", "vanilla", "--source", "Vault")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "source='Vault' is of acme-one and of acme-two: uninstall all but one of them" in result.stderr
+    assert "acme-one and acme-two have a source='Vault': uninstall all but one of them" in result.stderr

@@ -44,7 +44,7 @@ Q = "model.layers.0.self_attn.q_proj"
         (lambda w: w.pop(f"{Q}.weight"), f"has no weight {Q}.weight"),
         (lambda w: w.update({f"{Q}.bias": jnp.ones(32)}), rf"has {Q}.bias \(1 in all\)"),
         (lambda w: w.update({f"{Q}.weight": w[f"{Q}.weight"].astype(jnp.int8)}), "is int8, but must be floating"),
-        (lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 1}), "lm_head.weight of its own"),
+        (lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"] + 1}), "lm_head.weight that differs"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(

@@ -34,7 +34,7 @@ def config(family: str = "llama", **changes: Any) -> Config:
             {"layer_types": ["chunked_attention"] * 2},
             "layer_types has ['chunked_attention'], but each must be",
         ),
-        ("mistral", {"layer_types": ["full_attention"] * 2}, "but layers of mistral are ('sliding_attention',"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "must be ('sliding_attention',"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "but use_sliding_window is not true"),
         ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' must be one of"),
     ],
@@ -74,7 +74,7 @@ def test_what_is_written_says_what_was_read(family: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"qk_norm": True}, "qk_norm=True can't be said in a config.json of llama, which would mean False"),
+        ({"qk_norm": True}, "qk_norm=True can't be expressed in a config.json of llama, where it is False"),
         ({"softmax_scale": 0.5}, "softmax_scale=0.5 can't"),
         ({"rotary": (("full_attention", RotaryConfig(head_dim=8, interleaved=True)),)}, "rotary={'full_attention'"),
     ],

@@ -125,7 +125,7 @@ def test_what_is_not_served_is_refused() -> None:
         model.compute_loss(ids, cache_metadata=model.create_cache_metadata(1, 4))
     with pytest.raises(ValueError, match="loss_kwargs has 'smoothing'"):
         model.compute_loss(ids, loss_kwargs={"smoothing": 0.1})
-    with pytest.raises(ValueError, match="labels=None takes input_ids"):
+    with pytest.raises(ValueError, match="labels=None uses input_ids"):
         model.compute_loss(inputs_embeds=jnp.zeros((1, 4, 32)))
     for labels in (ids[:, :3], ids[0], ids.astype(jnp.float32)):
         with pytest.raises(ValueError, match=r"labels=.* must be integers (\(1, 4\), as the logits|\[B, T\])"):

@@ -75,11 +75,11 @@ def test_arguments_of_a_call_are_prepared() -> None:
     assert sorted(inputs) == ["attention_mask", "input_ids"]
     assert all(isinstance(x, jax.Array) for x in inputs.values())
     assert model.get_static_arguments() == ()
-    with pytest.raises(ValueError, match="CausalLM takes no argument 'token_type_ids'"):
+    with pytest.raises(ValueError, match="CausalLM has no argument 'token_type_ids'"):
         model.prepare_inputs_for_call(token_type_ids=[1])
     classifier = SequenceClassifier(model.config, 3)
     assert list(classifier.prepare_inputs_for_call(input_ids=[[1]])) == ["input_ids"]
-    with pytest.raises(ValueError, match="takes no argument 'logits_at'"):
+    with pytest.raises(ValueError, match="has no argument 'logits_at'"):
         classifier.prepare_inputs_for_call(logits_at=[1])
 
 

@@ -187,7 +187,7 @@ def test_two_processes_agree_with_one_device() -> None:
         for i, process in enumerate(started):
             printed, _ = process.communicate(timeout=240)
             assert process.returncode == 0, printed
-            assert re.search(rf"process {i} of 2, 4 devices: \S+ from one device", printed)
+            assert re.search(rf"process {i} of 2, 4 devices: error \S+ relative to one device", printed)
     finally:
         for process in started:
             process.kill()

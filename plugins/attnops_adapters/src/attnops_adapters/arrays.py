@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def promoted(arrays: tuple[ArrayLike, ...], dtype: DTypeLike | None) -> tuple[jax.Array, ...]:
-    """The arrays in one floating-point dtype: the given one, or that which JAX promotes theirs to."""
+    """The arrays in one floating-point dtype: the given one, or the one to which JAX promotes theirs."""
     if dtype is None:
         dtype = jnp.result_type(*arrays)
         if not jnp.issubdtype(dtype, jnp.floating):
@@ -23,13 +23,13 @@ def promoted(arrays: tuple[ArrayLike, ...], dtype: DTypeLike | None) -> tuple[ja
 
 
 def boolean(mask: ArrayLike) -> jax.Array:
-    """A mask whose nonzero elements may attend, such as Flax's float32 masks of 0 and 1, as a boolean array."""
+    """A mask as a boolean array, True where it is not 0, such as for Flax's float32 masks of 0 and 1."""
     mask = jnp.asarray(mask)
     return mask if mask.dtype == bool else mask != 0
 
 
 def flattened(x: jax.Array, kept: int) -> jax.Array:
-    """All axes but the last ``kept`` as one, of size 1 if there is none."""
+    """All axes except the last ``kept`` joined to one axis, of size 1 if there is none."""
     return x.reshape(math.prod(x.shape[: x.ndim - kept]), *x.shape[x.ndim - kept :])
 
 
@@ -37,7 +37,7 @@ def flattened_scores(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Arr
     """An array that broadcasts to [*batch, H, T, S], as [1 or prod(batch), 1 or H, 1 or T, 1 or S].
 
     Raises:
-        ValueError: it has more dimensions, or its batch does not broadcast.
+        ValueError: the array has more dimensions, or its batch does not broadcast.
     """
     rank = len(batch) + 3
     if x.ndim > rank:
@@ -60,8 +60,8 @@ def mapped_over_heads(
     """Attention with a separate call, under `jax.vmap`, for each row of the batch and each query head.
 
     Args:
-        attend: takes query [1, T, 1, D], key [1, S, 1, D], value [1, S, 1, Dv], and the slices [1, 1, T, S] of
-            ``scores``; returns [1, T, 1, Dv].
+        attend: a function of query [1, T, 1, D], key [1, S, 1, D], value [1, S, 1, Dv], and by name the slices
+            [1, 1, T, S] of ``scores``; returns [1, T, 1, Dv].
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, Dv].
@@ -91,8 +91,8 @@ def mapped_over_heads(
         return attend(q[None, :, None], k[None, :, None], v[None, :, None], **sliced)[0, :, 0]
 
     mapped: Callable[..., jax.Array] = head
-    for level, of_keys in ((2, None), (1, 0), (0, 0)):
-        mapped = jax.vmap(mapped, in_axes=(0, of_keys, of_keys, {name: x[level] for name, x in axes.items()}))
+    for level, kv_axis in ((2, None), (1, 0), (0, 0)):
+        mapped = jax.vmap(mapped, in_axes=(0, kv_axis, kv_axis, {name: x[level] for name, x in axes.items()}))
     heads_first = query.reshape(B, T, K, H // K, D).transpose(0, 2, 3, 1, 4)
     out = mapped(heads_first, key.swapaxes(1, 2), value.swapaxes(1, 2), kept)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)

@@ -1,4 +1,4 @@
-"""Lengths and masks padded to few distinct ones, so that tokens of many lengths share compiled programs."""
+"""Pads lengths and masks to few distinct sizes, so that calls of many lengths share compiled programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnops.masks import And, Causal, KeyPadding, Lengths, Mask
 from attnops.masks.pytree import replaced
 from attnops.typing import Leaf
 
-# With T ≠ S the keys are those of a growing cache, which are padded to at least so many.
+# The least padded S if T ≠ S, where the keys are those of a growing cache.
 _CACHE = 64
 
 
@@ -24,14 +24,14 @@ def bucket(length: int) -> int:
 
 
 def bucket_lengths(T: int, S: int) -> tuple[int, int]:
-    """The lengths that queries and keys are padded to."""
+    """The lengths to which T queries and S keys are padded."""
     return bucket(T), bucket(S) if T == S > 1 else max(bucket(S), _CACHE)
 
 
 def pad_mask(mask: Mask, B: int, H: int, T: int, S: int) -> Mask:
-    """A mask of scores [B, H, T, S] for `bucket_lengths`, in which no query sees a key of the padding.
+    """A mask of scores [B, H, T, S], padded to `bucket_lengths`, in which no query sees a key of the padding.
 
-    Numbers that differ from token to token, such as offsets, become arrays: masks of one structure share programs.
+    Numbers that differ between decoding steps, such as offsets, become arrays: masks of one structure share programs.
     """
     bound, lengths = mask.bind(B, H, T, S), bucket_lengths(T, S)
     padded = _padded(bound, (T, S), lengths)

@@ -8,19 +8,19 @@
     linen.MultiHeadAttention(num_heads=8, attention_fn=attention_fn("flash"))
     nnx.MultiHeadAttention(8, 512, 512, attention_fn=attention_fn("flash"), decode=False, rngs=nnx.Rngs(0))
 
-Where it differs from `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`:
+Differences from `flax.linen.dot_product_attention` and `flax.nnx.dot_product_attention`:
 
 | | Flax | here |
 |---|---|---|
 | a fully masked row | the mean of the values | 0, and sown weights of 0 |
 | softmax of bfloat16 and float16 | linen: in that dtype, unless ``force_fp32_for_softmax`` | float32 |
-| which weights dropout drops | `jax.random.bernoulli` | a hash of the key, `attnops.dropout`; as many |
+| which weights dropout drops | `jax.random.bernoulli` | a hash of the key, `attnops.dropout` |
 | ``dtype=float64``; a batch of size 0; forward-mode and second derivatives, by `flash` | computed | refused |
-| ``is_causal`` for one query of a cache (nnx) | it sees key 0 alone | refused: the cache's mask is causal already |
+| ``is_causal`` for one query of a cache (nnx) | it sees only key 0 | refused: the cache's mask is causal already |
 | ``is_causal`` with a mask that does not broadcast to the scores (nnx) | an error | the mask broadcasts |
-| einsums and dot_generals of the caller's own | computed | refused |
+| einsums and dot_generals of the caller | used | refused |
 | kv heads that divide the query's | nnx only | both |
-| head dim of the values (nnx) | an error where it is not the key's | any |
+| head dim of the values (nnx) | an error if it is not the key's | any |
 
 Masks of Flax are arrays of T × S elements per row of the batch. ``attention_fn("flash", mask=Causal())`` gives a layer
 a structured mask of O(T + S) memory, in addition to the call's.
@@ -58,11 +58,12 @@ def attention_fn(operation: str = "auto", *, mask: Mask | None = None, **metadat
         **metadata: fields of `attnops.OperationMetadata`. ``dropout_prob`` is the layer's ``dropout_rate``.
 
     Raises:
-        ValueError: an unknown operation, or a field of the metadata that is outside its range or the layer's.
+        ValueError: the operation is unknown, or a field of the metadata is outside its range, or the layer determines
+            it.
     """
     for name in ("dropout_prob", "layout"):
         if name in metadata:
-            raise ValueError(f"{name}={metadata[name]!r} is for the layer to say; leave it out")
+            raise ValueError(f"{name}={metadata[name]!r} must not be given: the layer determines it; leave it out")
     if mask is not None and jax.tree_util.tree_leaves(mask):
         raise ValueError(f"mask={mask!r} has arrays, but belongs to every call of a layer; give such masks to the call")
     meta = OperationMetadata(**metadata)
@@ -72,7 +73,7 @@ def attention_fn(operation: str = "auto", *, mask: Mask | None = None, **metadat
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFn:
-    """An attention function; see `attention_fn`. Equal ones compare equal, so that layers don't compile twice.
+    """An attention function, made by `attention_fn`. It is compared by its fields, so that layers don't compile twice.
 
     Attributes:
         operation: the operation's name.
@@ -117,12 +118,12 @@ class AttentionFn:
             broadcast_dropout: whether all rows of the batch and all heads drop the same weights.
             dropout_rng: a PRNG key; needed to drop weights.
             dropout_rate: the probability in [0, 1) that a weight is dropped.
-            deterministic: whether none is dropped.
-            dtype: the dtype of the computation; None for what the arrays promote to. float32, bfloat16 or float16.
+            deterministic: whether no weight is dropped.
+            dtype: the dtype of the computation, float32, bfloat16 or float16; None for the arrays' promoted dtype.
             precision: the precision of matrix products; None for the metadata's, else JAX's default.
             module: the module that sows the attention weights, before dropout, as ``attention_weights``, in linen's
                 collection "intermediates" or of nnx's type `Intermediate`; O(H · T · S) memory per row of the batch.
-            force_fp32_for_softmax: the softmax is float32 in any case.
+            force_fp32_for_softmax: no effect: the softmax is always float32.
             einsum_dot_general: only None.
             qk_attn_weights_einsum: only None.
             attn_weights_value_einsum: only None.
@@ -133,7 +134,7 @@ class AttentionFn:
             [batch..., T, H, Dv], in the dtype of the computation.
 
         Raises:
-            ValueError: an argument that is not served, or shapes that don't fit.
+            ValueError: an argument is not supported, or shapes don't fit.
         """
         for name, given in (
             ("einsum_dot_general", einsum_dot_general),
@@ -171,7 +172,7 @@ class AttentionFn:
             dropping = metadata.replace(dropout_prob=dropout_rate)
             attend = functools.partial(_attend, self.operation, dropping, structured, dropout_key=dropout_rng)
         if dropped and broadcast_dropout:
-            # Dropout hashes indices within a slice of `jax.vmap`: so each row and head is number 0.
+            # Dropout hashes indices within a slice of `jax.vmap`, where each row and head has index 0.
             q, k, v = arrays
             out = mapped_over_heads(lambda *a, **given: attend(*a, **given).attention_outputs, q, k, v, scores)
             return out.reshape(shape)
@@ -190,8 +191,8 @@ def _attend(
     **options: Any,
 ) -> OperationOutput:
     masks = [*structured, *([] if mask is None else [Dense(mask)])]
-    whole = functools.reduce(operator.and_, masks) if masks else None
-    return OperationRegistry.create(operation, metadata)(query, key, value, mask=whole, **options)
+    combined = functools.reduce(operator.and_, masks) if masks else None
+    return OperationRegistry.create(operation, metadata)(query, key, value, mask=combined, **options)
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -204,21 +205,21 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
 
 
 def _check_mask(mask: Mask, T: int, S: int, is_mapped: bool) -> None:
-    """Raise a `ValueError` where a layer's mask would not mean what it means elsewhere."""
+    """Raise a `ValueError` if a layer's mask would have another meaning in this call than in others."""
     if T == 1 < S and not _holds_at_any_index(mask):
         raise ValueError(
             f"mask={mask!r} of a layer, with T=1 query and S={S} keys: in Flax's cache the query is not the last key,"
-            " and only its index knows where it is; give the call an array mask, or decode over attnops_caches"
+            " and its position is not known here; give the call an array mask, or decode over attnops_caches"
         )
     if is_mapped and "MaskFn" in mask.kinds():
         raise ValueError(
-            f"mask={mask!r} of a layer with broadcast_dropout=True, which computes each head by itself, so that the"
-            " function would see head 0 and row 0 alone; set broadcast_dropout=False, or give the call an array mask"
+            f"mask={mask!r} of a layer with broadcast_dropout=True, which computes each head separately, so that the"
+            " function would see only head 0 and row 0; set broadcast_dropout=False, or give the call an array mask"
         )
 
 
 def _holds_at_any_index(mask: Mask) -> bool:
-    """Whether the last query of a sequence may see the same keys wherever in a cache it is: all that came before."""
+    """Whether the last query of a sequence sees the same keys at any index of a cache: all keys before it."""
     if isinstance(mask, And | Or):
         return _holds_at_any_index(mask.left) and _holds_at_any_index(mask.right)
     return isinstance(mask, Full) or (isinstance(mask, Causal) and mask.offset is None)
@@ -227,7 +228,7 @@ def _holds_at_any_index(mask: Mask) -> bool:
 def _causal(T: int, S: int) -> Mask:
     if T == 1 < S:
         raise ValueError(
-            f"is_causal=True with T=1 query and S={S} keys would see key 0 alone, since Flax aligns causal masks at the"
+            f"is_causal=True with T=1 query and S={S} keys would see only key 0, since Flax aligns causal masks at the"
             " start; leave it out: the mask of a cache is causal already"
         )
     return Causal(offset=0)

@@ -8,7 +8,7 @@
     with use("flash"):  # jax.nn.dot_product_attention itself, for Flax NNX and your own code
         out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
-Where the two differ:
+Differences:
 
 | | `jax.nn` | here |
 |---|---|---|
@@ -17,7 +17,7 @@ Where the two differ:
 | ``query_seq_lengths``, ``key_value_seq_lengths`` | int32 | any integers |
 | ``implementation`` | "xla", "cudnn" | also the name of an operation; None for that of `use`, else ``"auto"`` |
 | ``local_window_size`` with a negative number, as (-1, 2) | a band beside the diagonal | refused |
-| a bias of +inf or NaN | NaN in all rows that share its softmax | NaN in its row alone |
+| a bias of +inf or NaN | NaN in all rows that share its softmax | NaN only in its row |
 | float64, complex numbers, integers; a batch or length of 0; a traced ``scale`` | computed | refused |
 | forward-mode and second derivatives | computed | by `vanilla` and `sdpa`; refused by `flash` |
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 __all__ = ["dot_product_attention", "use"]
 
-_OF_JAX: Final[Any] = jax.nn.dot_product_attention
+_JAX_ATTENTION: Final[Any] = jax.nn.dot_product_attention
 
-# The operation of calls that name none, and its metadata: the last that `use` pushed.
+# The operation and the metadata of calls that name no operation: the last ones that `use` pushed.
 _USED: Final = Stack(("auto", OperationMetadata()))
 
 
@@ -83,14 +83,14 @@ def dot_product_attention(
             ``i - left <= j <= i + right``.
         implementation: the name of an operation of attnops; None for that of `use`, else ``"auto"``. "xla" and "cudnn"
             call `jax.nn`.
-        return_residual: whether to return the logsumexp too.
+        return_residual: whether to return also the logsumexp.
 
     Returns:
         The output, [B, T, N, Hv] or [T, N, Hv]; with ``return_residual`` also the logsumexp, [B, T, N] or [T, N], in
         the key's dtype, which has no gradient.
 
     Raises:
-        ValueError: shapes, dtypes or values that don't fit.
+        ValueError: an argument has a wrong shape, dtype or value.
     """
     if implementation in ("xla", "cudnn"):
         options = {
@@ -101,11 +101,11 @@ def dot_product_attention(
             "local_window_size": local_window_size,
             "return_residual": return_residual,
         }
-        return _OF_JAX(query, key, value, bias, mask, implementation=implementation, **options)
-    shape, given = jnp.shape(query), (jnp.shape(query), jnp.shape(key))
+        return _JAX_ATTENTION(query, key, value, bias, mask, implementation=implementation, **options)
+    shape, key_shape = jnp.shape(query), jnp.shape(key)
     query, key, value = (_with_batch(n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     if query.shape[0] != key.shape[0]:
-        raise ValueError(f"query and key have shapes {given[0]} and {given[1]}, but must have the same batch")
+        raise ValueError(f"query and key have shapes {shape} and {key_shape}, but must have the same batch")
     operation, metadata = _USED.last if implementation is None else (implementation, OperationMetadata())
     masks = [
         *([Causal(offset=0)] if is_causal else []),
@@ -132,16 +132,16 @@ def dot_product_attention(
 
 @contextlib.contextmanager
 def use(operation: str = "auto", **metadata: Any) -> Iterator[None]:
-    """Within it `jax.nn.dot_product_attention` is computed by an operation of attnops, in all threads.
+    """A context in which an operation of attnops computes `jax.nn.dot_product_attention`, in all threads.
 
-    What was traced before, by `jax.jit`, stays as it was. An explicit ``implementation`` of a call is honoured.
+    Programs that `jax.jit` traced before do not change. An explicit ``implementation`` of a call is honoured.
 
     Args:
         operation: the operation's name.
         **metadata: fields of `attnops.OperationMetadata`.
 
     Raises:
-        ValueError: an unknown operation, or a field of the metadata outside its range.
+        ValueError: the operation is unknown, or a field of the metadata is outside its range.
     """
     meta = checked_metadata(metadata)
     OperationRegistry.create(operation, meta)
@@ -156,7 +156,8 @@ def _with_batch(name: str, x: ArrayLike) -> jax.Array:
     return array if array.ndim == 4 else array[None]
 
 
-def _of_scores(name: str, x: ArrayLike) -> jax.Array:
+def _as_scores(name: str, x: ArrayLike) -> jax.Array:
+    """An array that broadcasts to [B, N, T, S], with four axes."""
     array = jnp.asarray(x)
     if array.ndim > 4:
         raise ValueError(f"{name} has shape {array.shape}, but must broadcast to [B, N, T, S]")
@@ -164,12 +165,12 @@ def _of_scores(name: str, x: ArrayLike) -> jax.Array:
 
 
 def _bias(bias: ArrayLike) -> jax.Array:
-    array = _of_scores("bias", bias)
+    array = _as_scores("bias", bias)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
 
 
 def _dense(mask: ArrayLike) -> Mask:
-    array = _of_scores("mask", mask)
+    array = _as_scores("mask", mask)
     if array.dtype != bool:
         raise ValueError(f"mask has dtype {array.dtype}, but must be boolean; an additive mask is a bias")
     return Dense(array)
@@ -180,8 +181,9 @@ def _window(size: int | tuple[int, int]) -> Mask:
     return SlidingWindow(left, right, offset=0)
 
 
-def _lengths(keys: tuple[int, ...], of_queries: ArrayLike | None, of_keys: ArrayLike | None) -> list[Mask]:
-    if of_queries is None and of_keys is None:
+def _lengths(keys: tuple[int, ...], query_lengths: ArrayLike | None, key_lengths: ArrayLike | None) -> list[Mask]:
+    """The mask of lengths, if there are any; ``keys`` is (B, S)."""
+    if query_lengths is None and key_lengths is None:
         return []
-    kv = jnp.full(keys[0], keys[1], jnp.int32) if of_keys is None else jnp.asarray(of_keys)
-    return [Lengths(kv, None if of_queries is None else jnp.asarray(of_queries))]
+    kv = jnp.full(keys[0], keys[1], jnp.int32) if key_lengths is None else jnp.asarray(key_lengths)
+    return [Lengths(kv, None if query_lengths is None else jnp.asarray(query_lengths))]

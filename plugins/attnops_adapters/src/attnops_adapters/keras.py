@@ -10,21 +10,22 @@
 `use` replaces the function that `keras.ops.dot_product_attention`, `keras.layers.MultiHeadAttention` and
 `keras.layers.GroupQueryAttention` call. Layers that drop weights (``dropout`` > 0, in inference too), return attention
 scores, or attend over several axes compute attention themselves: Keras does not call the function for them, and `use`
-changes nothing. `attnops_adapters.jax_nn.use` changes nothing for Keras, which asks `jax.nn` for "xla" or "cudnn".
+has no effect. `attnops_adapters.jax_nn.use` has no effect on Keras, which asks `jax.nn` for "xla" or "cudnn".
 
-Where it differs from Keras:
+Differences from Keras:
 
 | | Keras on JAX | here |
 |---|---|---|
 | a fully masked row | the mean of the values | 0 |
-| masks by row of the batch or by head, on TPU | the first row's and head's | each |
+| masks that differ by batch row or head, on TPU | the first row's and head's for all | each row's and head's |
 | ``attn_logits_soft_cap`` | ``cap · tanh(s / cap)`` on TPU, else refused by `keras.ops` | ``cap · tanh(s / cap)`` |
-| ``attn_logits_soft_cap`` with a bias | the cap comes after the bias | refused: ours comes before it |
-| integers; a mask [B, T, S] | computed in integers; a mask of each row | in float32; refused: give it [B, 1, T, S] |
+| ``attn_logits_soft_cap`` with a bias | caps scores plus bias | refused: attnops caps before it adds the bias |
+| integers | computed in integers | computed in float32 |
+| a mask [B, T, S] | a mask for each batch row | refused: give it as [B, 1, T, S] |
 | float64; a batch of size 0; forward-mode and second derivatives, by `flash` | computed | refused |
 | ``flash_attention`` | requires or forbids a fused kernel | no effect: `use` names the operation |
 | head dim of the values | the key's | any |
-| what fails on TPU | falls back to `jax.nn` with a log message | raises |
+| a call that fails on TPU | falls back to `jax.nn` with a log message | raises |
 """
 
 from __future__ import annotations
@@ -52,17 +53,17 @@ _USED: Final = Stack(("auto", OperationMetadata()))
 
 @contextlib.contextmanager
 def use(operation: str = "auto", **metadata: Any) -> Iterator[None]:
-    """Within it Keras' dot-product attention is computed by an operation of attnops, in all threads.
+    """A context in which an operation of attnops computes Keras' dot-product attention, in all threads.
 
-    What Keras traced before, such as a compiled ``train_step``, stays as it was.
+    Programs that Keras traced before, such as a compiled ``train_step``, do not change.
 
     Args:
         operation: the operation's name.
         **metadata: fields of `attnops.OperationMetadata`.
 
     Raises:
-        ValueError: Keras has another backend than JAX, an unknown operation, or a field of the metadata outside its
-            range.
+        ValueError: Keras has another backend than JAX, the operation is unknown, or a field of the metadata is outside
+            its range.
         ImportError: Keras is not installed: ``pip install 'attnops-adapters[keras]'``.
     """
     import keras
@@ -97,10 +98,10 @@ def _attend(
                 f"attn_logits_soft_cap={attn_logits_soft_cap!r} with a bias: Keras caps the sum, attnops the scores"
                 " before the bias is added; leave one of them out"
             )
-        bias = _of_scores("bias", backend.convert_to_tensor(bias, dtype=query.dtype))
+        bias = _as_scores("bias", backend.convert_to_tensor(bias, dtype=query.dtype))
     masks: list[Mask] = [Causal(offset=0)] if is_causal else []
     if mask is not None:
-        masks.append(Dense(_of_scores("mask", boolean(backend.convert_to_tensor(mask)))))
+        masks.append(Dense(_as_scores("mask", boolean(backend.convert_to_tensor(mask)))))
     operation, metadata = _USED.last
     op = OperationRegistry.create(operation, metadata.replace(precision=precision_of(None, metadata.precision)))
     out = op(
@@ -115,7 +116,8 @@ def _attend(
     return out.attention_outputs
 
 
-def _of_scores(name: str, x: jax.Array) -> jax.Array:
+def _as_scores(name: str, x: jax.Array) -> jax.Array:
+    """An array that broadcasts to [B, N, T, S], with four axes."""
     if x.ndim > 4:
         raise ValueError(f"{name} has shape {x.shape}, but must broadcast to [B, N, T, S]")
     return jnp.reshape(x, (1,) * (4 - x.ndim) + x.shape)

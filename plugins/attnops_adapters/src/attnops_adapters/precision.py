@@ -1,4 +1,4 @@
-"""The precision of matrix products, as other frameworks say it."""
+"""The precision of matrix products, as other frameworks state it."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def precision_of(given: Any, metadata: jax.lax.Precision | None) -> jax.lax.Prec
         return jax.lax.Precision(given)
     except ValueError:
         raise ValueError(
-            f"{name}={given!r} must be a jax.lax.Precision or its name; algorithms are not served"
+            f"{name}={given!r} must be a jax.lax.Precision or its name; algorithms are not supported"
         ) from None

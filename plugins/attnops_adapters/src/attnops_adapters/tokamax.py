@@ -8,18 +8,18 @@
     op = OperationRegistry.create("flash", OperationMetadata())
     tokamax.dot_product_attention(q, k, v, implementation=(attnops_adapters.tokamax.implementation(op), "xla"))
 
-A call that the operation can't serve raises `NotImplementedError`, upon which tokamax runs its next implementation.
+A call that the operation can't serve raises `NotImplementedError`; tokamax then tries its next implementation.
 Causal masks and lengths become `attnops.masks.Causal` and `Lengths`; windows given as the first and last key of each
 query become tables of T numbers.
 
-Where it differs from tokamax's own implementations:
+Differences from tokamax's own implementations:
 
 | | tokamax | here |
 |---|---|---|
-| ``logits_soft_cap`` with a bias | caps their sum | refused: ours comes before the bias |
+| ``logits_soft_cap`` with a bias | caps scores plus bias | refused: attnops caps before it adds the bias |
 | a fully masked row | the mean of the values | 0 |
 | quantised arrays, ``q_sharding``, different precisions of both operands | served by some | refused |
-| a scale that is no number when tracing | served by some | refused |
+| a traced scale | served by some | refused |
 """
 
 from __future__ import annotations
@@ -73,13 +73,14 @@ def _attend(
     """Query [*B, T, N, D], key [*B, S, K, D] and value [*B, S, K, Dv]: [*B, T, N, Dv]."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, jax.Array):
-            raise NotImplementedError(f"{name} of type {type(x).__name__}; attnops takes arrays, not quantised ones")
+            raise NotImplementedError(f"{name} is a {type(x).__name__}, but must be a jax.Array; dequantise it")
     if logits_soft_cap is not None and bias is not None:
         raise NotImplementedError(
-            f"logits_soft_cap={logits_soft_cap!r} with a bias: tokamax caps their sum, attnops before the bias is added"
+            f"logits_soft_cap={logits_soft_cap!r} with a bias: tokamax caps their sum, attnops caps before it adds the "
+            "bias"
         )
     if q_sharding is not None:
-        raise NotImplementedError(f"{q_sharding=}: attnops takes a mesh, in OperationMetadata, or the arrays' own")
+        raise NotImplementedError(f"{q_sharding=} must be None; set OperationMetadata's mesh, or shard the arrays")
     try:
         chosen = precision_of(precision, operation.metadata.precision)
     except ValueError as error:
@@ -101,7 +102,9 @@ def _attend(
 
 
 def _mask(mask: Any, batch: tuple[int, ...]) -> Mask | None:
-    """Tokamax's mask: an array, ranges of queries by key [*B, H, S] and of keys by query [*B, H, T], and causality."""
+    """The mask of a tokamax mask, which has an array, ranges of queries by key [*B, H, S] and of keys by query
+    [*B, H, T], and causality.
+    """
     masks: list[Mask] = []
     if mask is not None and mask.is_causal:
         masks.append(Causal(offset=0))
@@ -122,7 +125,7 @@ def _mask(mask: Any, batch: tuple[int, ...]) -> Mask | None:
 
 
 def _at(table: jax.Array, *index: Any) -> Any:
-    """An element of a table, whose axes of size 1 are for all indices."""
+    """An element of a table; axes of size 1 are broadcast."""
     return table[tuple(i if size > 1 else 0 for i, size in zip(index, table.shape, strict=True))]
 
 

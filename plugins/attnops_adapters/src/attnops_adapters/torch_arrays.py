@@ -1,4 +1,4 @@
-"""PyTorch's tensors as JAX's arrays, padded, and back."""
+"""Converts PyTorch's tensors to JAX's arrays, with padding, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def to_jax(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> jax.Array:
-    """A copy, since PyTorch may write to the tensor in place, and JAX keeps the array for the backward pass.
+    """A copy as an array: PyTorch may write to the tensor in place, while JAX keeps the array for the backward pass.
 
     Args:
         tensor: a tensor of any strides.
@@ -34,7 +34,7 @@ def to_jax(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> jax.Arra
 
 
 def to_torch(array: jax.Array, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """A copy of the first elements of each axis, see `to_jax`."""
+    """A copy as a tensor of this shape, without the padding at the end of each axis; None: of the array's shape."""
     tensor = torch.from_dlpack(array)
     if shape is not None:
         tensor = tensor[tuple(slice(n) for n in shape)]

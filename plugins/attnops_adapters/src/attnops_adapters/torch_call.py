@@ -1,4 +1,4 @@
-"""An operation on arrays as one on tensors: a program for each bucket of lengths, and one for its derivative."""
+"""Calls an operation with PyTorch's tensors: a program for each bucket of lengths, and one for its derivative."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Call(NamedTuple):
 
     Attributes:
         attend: the operation.
-        options: numbers among its keywords.
+        options: those keywords of ``attend`` that are numbers.
     """
 
     attend: Attend
     options: tuple[tuple[str, float], ...]
 
     def run(self, arrays: Arrays, mask: Mask, seed: int | None) -> jax.Array:
-        """Attention [B, H, T, Dv]; the arrays are query, key, value, bias and sinks, the last two may be None."""
+        """Attention [B, H, T, Dv]; the arrays are query, key, value, bias or None, and sinks or None."""
         query, key, value, bias, sinks = arrays
         given: dict[str, Any] = {"mask": mask, "bias": bias, "sinks": sinks, **dict(self.options)}
         given["dropout_key"] = None if seed is None else jax.random.key(seed)
@@ -58,7 +58,7 @@ def run(call: Call, tensors: tuple[torch.Tensor | None, ...], mask: Mask, seed: 
     """`Call.run` on tensors, padded: [B, H, T, Dv], differentiable once.
 
     Args:
-        call: what is computed.
+        call: the operation and its numbers.
         tensors: query [B, H, T, D], key [B, K, S, D], value [B, K, S, Dv]; bias, broadcasts to [B, H, T, S], and sinks,
             [H], or None.
         mask: a mask for padded lengths, from `attnops_adapters.buckets.pad_mask`.
@@ -83,10 +83,10 @@ class _Differentiable(torch.autograd.Function):  # type: ignore[misc]  # where t
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         d_arrays = _backward(ctx.vjp, to_jax(d_out, ctx.padded_shape))
         given = zip(d_arrays, ctx.shapes, strict=True)
-        return None, None, None, *(None if d is None else _of_shape(d, shape) for d, shape in given)
+        return None, None, None, *(None if d is None else _without_padding(d, shape) for d, shape in given)
 
 
-def _of_shape(d: jax.Array, shape: torch.Size) -> torch.Tensor:
+def _without_padding(d: jax.Array, shape: torch.Size) -> torch.Tensor:
     """A gradient without padding, and without the axes of size 1 that `_padded` added to a bias."""
     return to_torch(d, (1,) * (d.ndim - len(shape)) + tuple(shape)).reshape(shape)
 

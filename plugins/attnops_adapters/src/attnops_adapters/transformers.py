@@ -4,18 +4,18 @@
 
     from attnops_adapters import transformers as attnops_transformers
 
-    attnops_transformers.register()  # as "attnops", by flash
+    attnops_transformers.register()  # flash, by the name "attnops"
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attnops")
 
 A model's mask becomes an expression such as ``Causal() & SlidingWindow(4095, 0) & KeyPadding(...)``, without a T × S
-array, if it is one of transformers' mask functions or is put together from them; any other function becomes an array.
+array, if it is one of transformers' mask functions or is composed of them; any other function becomes an array.
 PyTorch differentiates the model, and JAX each attention layer. Tensors are copied to JAX and back.
 
 A program is compiled for each kind of layer and bucket of lengths, and one more for its derivative: queries and keys
 are padded to a power of 2 up to 64, to multiples of 64 up to 512, then by at most an eighth, and no query sees the
 padding. ``generate`` with its growing cache compiles 3 programs for 64 tokens.
 
-Where it differs from ``attn_implementation="eager"``:
+Differences from ``attn_implementation="eager"``:
 
 | | eager | here |
 |---|---|---|
@@ -23,12 +23,12 @@ Where it differs from ``attn_implementation="eager"``:
 | softmax of bfloat16 and float16 | as the model says | float32 |
 | ``output_attentions=True`` | the weights | refused |
 | an additive mask of floating-point numbers | added | refused: give a boolean one |
-| which weights dropout drops | PyTorch's | a hash of a key that `torch.manual_seed` determines; as many |
-| pages of continuous batching | its own | refused |
+| which weights dropout drops | PyTorch's generator decides | a hash of a key that `torch.manual_seed` determines |
+| pages of continuous batching | served | refused |
 | keywords of a model's layers that are not known here, such as ``indices`` | used | refused |
 | an additive mask of integers or booleans that a caller makes | added to the scores | True may be seen |
 | float64; second derivatives; a learned ``scaling`` | computed | refused |
-| models that call no attention interface, such as MPT and BLOOM | | unchanged, in silence: ask `uses` |
+| models that call no attention interface, such as MPT and BLOOM | | not changed, without a message; `uses` tells |
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from attnops_adapters.transformers_masks import ExpressionTensor, create_mask
 
 __all__ = ["Attend", "attend_with", "attention", "register", "uses"]
 
-# What models pass on that does not change what a layer computes from its mask.
+# Keywords that models pass on, and that do not change what a layer computes from its mask.
 _HARMLESS: Final = frozenset(TransformersKwargs.__annotations__) | {
     "cache_position", "deterministic", "layer_idx", "logits_to_keep", "return_dict", "use_cache",
 }  # fmt: skip
@@ -62,32 +62,32 @@ def register(name: str = "attnops", operation: str | Attend = "flash", **metadat
 
     Args:
         name: the name of the implementation; it replaces one that is registered.
-        operation: the operation's name; or a function, see `Attend`.
+        operation: the operation's name; or a function of arrays [B, H, T, D], an `Attend`.
         **metadata: fields of `attnops.OperationMetadata`. By default a call that the operation can't serve raises
             (``on_unsupported="error"``).
 
     Raises:
-        ValueError: an unknown operation, or a field of the metadata outside its range.
+        ValueError: the operation is unknown, or a field of the metadata is outside its range.
     """
     if not isinstance(operation, str) and metadata:
-        raise ValueError(f"metadata {sorted(metadata)} is for an operation by its name; a function has its own")
+        raise ValueError(f"metadata {sorted(metadata)} must not be given with a function; give an operation's name")
     attend = attend_with(operation, **metadata) if isinstance(operation, str) else operation
     AttentionInterface.register(name, functools.partial(attention, attend))
     AttentionMaskInterface.register(name, create_mask)
 
 
 def uses(model: torch.nn.Module) -> bool:
-    """Whether some layer of a model looks its attention up where `register` puts one, as most of transformers' do.
+    """Whether some layer of a model looks up its attention where `register` puts it, as most models of transformers do.
 
-    MPT, BLOOM and DeBERTa-v2 ignore ``attn_implementation="attnops"``, of which transformers warns at most; Falcon ends
-    in a `KeyError`.
+    MPT, BLOOM and DeBERTa-v2 ignore ``attn_implementation="attnops"``; transformers gives at most a warning. Falcon
+    raises a `KeyError`.
     """
     forwards = (inspect.unwrap(type(module).forward) for module in model.modules())
     return any("ALL_ATTENTION_FUNCTIONS" in getattr(getattr(f, "__code__", None), "co_names", ()) for f in forwards)
 
 
 def attend_with(operation: str = "flash", **metadata: Any) -> Attend:
-    """The operation of that name as a function of arrays [B, H, T, D]."""
+    """The operation of this name as a function of arrays [B, H, T, D]."""
     meta = OperationMetadata(**{"on_unsupported": "error"} | metadata | {"layout": "BHTD"})
     OperationRegistry.create(operation, meta)
 
@@ -141,7 +141,7 @@ def attention(
         [B, T, H, Dv], and None for the weights.
 
     Raises:
-        ValueError: one of the above has a value that is not served.
+        ValueError: an argument has a value that is not supported.
     """
     if output_attentions or cache is not None:
         raise ValueError(f"{output_attentions=} and {cache=} must be False and None; use attn_implementation='eager'")
@@ -184,6 +184,6 @@ def _mask(mask: torch.Tensor, B: int, H: int, T: int, S: int) -> Mask:
 def _without_a_mask(causal: bool, T: int, S: int, window: int | None) -> Mask:
     if window is not None and window < S:
         if not causal:
-            raise ValueError(f"sliding_window={window} without a mask must be of a causal layer")
+            raise ValueError(f"sliding_window={window} without a mask needs a causal layer; give attention_mask")
         return Causal() & SlidingWindow(window - 1, None)
     return Causal() if causal and T > 1 else Full()

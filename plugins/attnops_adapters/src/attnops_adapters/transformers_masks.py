@@ -1,8 +1,7 @@
 """Masks of transformers' models as expressions of attnops' masks.
 
 A model creates its mask once and gives it to all its attention layers. It describes the mask as a function of indices,
-put together from a few known ones; `structured` makes the same expression of attnops' masks, so that no T × S array
-arises.
+composed of a few known ones; `structured` makes the same expression of attnops' masks, without a T × S array.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from attnops_adapters.torch_arrays import to_jax
 
 
 class ExpressionTensor(torch.Tensor):
-    """A mask as a tensor [B, 1, T, S] with one element of memory, since models pass on tensors, but no other objects.
+    """A mask in the form of a tensor [B, 1, T, S] with one element of memory, since models pass on only tensors.
 
-    Its values mean nothing: all functions but those of `_PASSED_ON` and `_ASKED` raise a `TypeError`.
+    Its values mean nothing: all functions except those in `_PASSED_ON` and `_READS_NO_VALUES` raise a `TypeError`.
     """
 
     mask: Mask
     _padded: dict[tuple[int, int], Mask]
 
     @classmethod
-    def of(cls, mask: Mask, shape: tuple[int, int, int]) -> ExpressionTensor:
+    def create(cls, mask: Mask, shape: tuple[int, int, int]) -> ExpressionTensor:
         B, T, S = shape
         self = torch.zeros((), dtype=torch.bool).expand(B, 1, T, S).as_subclass(cls)
         self.mask = mask
@@ -52,18 +51,18 @@ class ExpressionTensor(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name in _PASSED_ON:
             return args[0]
-        if name in _ASKED:
+        if name in _READS_NO_VALUES:
             result = super().__torch_function__(func, types, args, kwargs)
             if not isinstance(result, torch.Tensor):
                 return result
         if name == "to" and super().__torch_function__(func, types, args, kwargs).dtype == torch.bool:
             return args[0]
-        raise TypeError(f"{name} of a mask that is an expression; the model must pass it on as it is")
+        raise TypeError(f"{name} must not be called on attnops' mask, which has no values; pass the mask on unchanged")
 
 
 # Functions that return the mask as it is, and functions that read no values; properties are "__get__".
 _PASSED_ON: Final = frozenset({"contiguous", "detach", "requires_grad_"})
-_ASKED: Final = frozenset({
+_READS_NO_VALUES: Final = frozenset({
     "__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point", "is_complex", "data_ptr",
     "untyped_storage", "element_size", "__len__", "get_device", "stride", "storage_offset",
 })  # fmt: skip
@@ -78,16 +77,16 @@ class Indices:
     keys: range
     offset: int | None  # of the first query from the first key; None where positions are given
 
-    def of_queries(self, tokens: torch.Tensor) -> np.ndarray:
-        """``tokens[:, index]`` of the queries, [B, T]."""
+    def at_queries(self, tokens: torch.Tensor) -> np.ndarray:
+        """The columns of ``tokens`` at the indices of the queries, [B, T]."""
         return tokens.numpy()[:, self.queries.start : self.queries.stop]
 
-    def of_keys(self, tokens: torch.Tensor) -> np.ndarray:
-        """``tokens[:, index]`` of the keys, [B, S]."""
+    def at_keys(self, tokens: torch.Tensor) -> np.ndarray:
+        """The columns of ``tokens`` at the indices of the keys, [B, S]."""
         return tokens.numpy()[:, self.keys.start : self.keys.stop]
 
     def dense(self, function: Callable[..., torch.Tensor]) -> Mask:
-        """A function's values, where its structure is not known."""
+        """The mask of a function whose structure is not known: an array of its values."""
         lengths = (self.batch, len(self.queries), len(self.keys), self.queries.start, self.keys.start)
         values = masking_utils.sdpa_mask(*lengths, function, allow_is_causal_skip=False, use_vmap=True)
         return Dense(to_jax(values))
@@ -103,7 +102,7 @@ def create_mask(
     attention_mask: torch.Tensor | None = None,
     **ignored: Any,
 ) -> ExpressionTensor:
-    """The mask of a model's layers, which they give to `attention`. Never None, which would leave it to each layer.
+    """The mask of a model's layers, which they give to `attention`. Never None: each layer would then choose a mask.
 
     Args:
         batch_size: B.
@@ -111,9 +110,9 @@ def create_mask(
         kv_length: S.
         q_offset: the index of the first query.
         kv_offset: the index of the first key.
-        mask_function: a function of indices (b, h, q, kv), see `structured`.
+        mask_function: a function of indices (b, h, q, kv) that says whether the query sees the key.
         attention_mask: [B, tokens so far], False for padding.
-        ignored: what other implementations need.
+        ignored: arguments that only other implementations need.
     """
     q_offset, kv_offset = int(q_offset), int(kv_offset)
     queries, keys = range(q_offset, q_offset + q_length), range(kv_offset, kv_offset + kv_length)
@@ -121,12 +120,12 @@ def create_mask(
     mask = structured(mask_function, indices)
     if attention_mask is not None:
         tokens = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        mask = mask & KeyPadding(indices.of_keys(tokens))
-    return ExpressionTensor.of(mask, (batch_size, q_length, kv_length))
+        mask = mask & KeyPadding(indices.at_keys(tokens))
+    return ExpressionTensor.create(mask, (batch_size, q_length, kv_length))
 
 
 def structured(function: Callable[..., torch.Tensor], indices: Indices) -> Mask:
-    """The mask that a function of transformers' `masking_utils` describes, by its name and what it closes over."""
+    """The mask that a function of transformers' `masking_utils` describes, by its name and closure; else an array."""
     known = getattr(function, "__module__", None) == masking_utils.__name__
     translate = STRUCTURES.get(function.__qualname__.partition(".")[0]) if known else None
     result = translate(indices, **inspect.getclosurevars(function).nonlocals) if translate else None
@@ -160,24 +159,24 @@ def _chunks(indices: Indices, chunk_size: int, left_padding: torch.Tensor) -> Ma
 
 def _blocks(indices: Indices, block_sequence_ids: torch.Tensor) -> Mask:
     """Tokens see those of their own block; one with a negative id sees none."""
-    q_ids, kv_ids = indices.of_queries(block_sequence_ids), indices.of_keys(block_sequence_ids)
+    q_ids, kv_ids = indices.at_queries(block_sequence_ids), indices.at_keys(block_sequence_ids)
     return Segments(np.where(q_ids < 0, -1, q_ids), np.where(kv_ids < 0, -2, kv_ids))
 
 
 def _packed(indices: Indices, packed_sequence_mask: torch.Tensor) -> Mask:
-    return Segments(indices.of_queries(packed_sequence_mask), indices.of_keys(packed_sequence_mask))
+    return Segments(indices.at_queries(packed_sequence_mask), indices.at_keys(packed_sequence_mask))
 
 
 def _remapped(indices: Indices, mask_function: Callable[..., torch.Tensor], position_ids: torch.Tensor) -> Mask | None:
     """A mask of positions in the tokens' own sequences."""
     inner = structured(mask_function, dataclasses.replace(indices, offset=None))
     if not inner.kinds() <= {"Causal", "SlidingWindow", "Chunked", "at", "&", "|"}:
-        return None  # a mask of tokens, at positions for indices
-    return inner.at(indices.of_queries(position_ids), indices.of_keys(position_ids))
+        return None  # it would read a token's array at a position, which is not the token's index
+    return inner.at(indices.at_queries(position_ids), indices.at_keys(position_ids))
 
 
 def _padding(indices: Indices, padding_mask: torch.Tensor) -> Mask:
-    return KeyPadding(indices.of_keys(padding_mask))
+    return KeyPadding(indices.at_keys(padding_mask))
 
 
 def _causal(indices: Indices) -> Mask:

@@ -14,11 +14,11 @@ Used: TypeAlias = tuple[str, OperationMetadata]
 
 
 class Stack:
-    """The operations in use, the last of which serves calls; if there are none, the framework's function does."""
+    """The operations in use. The last one serves calls; if there are none, the framework's own function does."""
 
     def __init__(self, default: Used) -> None:
         self._default = default
-        self._entries: list[list[Used]] = []  # each in a list of its own, which has an identity
+        self._entries: list[list[Used]] = []  # each in a list, so that equal ones differ by identity
         self._lock = threading.Lock()
         self._original: Any = None
 
@@ -30,7 +30,7 @@ class Stack:
 
     @contextlib.contextmanager
     def pushed(self, used: Used, module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-        """Within it ``module.name`` is ``function``, and `last` is ``used``, unless another was pushed later."""
+        """A context in which ``module.name`` is ``function``, and `last` is ``used`` unless another is pushed later."""
         entry = [used]
         with self._lock:
             if not self._entries:
@@ -47,11 +47,11 @@ class Stack:
 
 
 def checked_metadata(fields: dict[str, Any]) -> OperationMetadata:
-    """The metadata of an adapter, whose layout is the framework's.
+    """The metadata with these fields, for an adapter; the framework determines the layout.
 
     Raises:
         ValueError: the layout is given, or a field is outside its range.
     """
     if "layout" in fields:
-        raise ValueError(f"layout={fields['layout']!r} is the framework's to say; leave it out")
+        raise ValueError(f"layout={fields['layout']!r} must not be given: the framework determines it; leave it out")
     return OperationMetadata(**fields)

@@ -1,4 +1,4 @@
-"""The command ``attnops``, whose subcommands are entry points of distributions."""
+"""The command ``attnops``; distributions declare its subcommands by entry points."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from attnops_cli._version import __version__
 if TYPE_CHECKING:
     import typer
 
-# Options that were spelled otherwise, which still work; --help does not show them.
+# Former spellings of options, which still work; --help does not show them.
 RENAMED: Final = {"--T": "--query-length", "--S": "--key-length", "--b": "--batch", "--h": "--head"}
 
 
-# The devices by which Linux shows a TPU.
+# Device files that Linux has if there is a TPU.
 TPU_FILES: Final = ("/dev/accel*", "/dev/vfio/*")
 # These keep libtpu from asking the network for a description of the machine, and from printing that it failed.
 QUIET_LIBTPU: Final = {
@@ -35,14 +35,14 @@ def main() -> None:
     """Run the command line."""
     leave_libtpu_alone()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a locale that lacks a character must not end a command
+        sys.stdout.reconfigure(errors="replace")  # a locale that lacks a character must not make a command fail
     make_app()(prog_name="attnops")
 
 
 def leave_libtpu_alone() -> None:
-    """Keep JAX from trying libtpu where it is installed but no TPU is: it prints dozens of lines before it gives up.
+    """Keep JAX from trying libtpu if there is no TPU: libtpu prints dozens of lines before it gives up.
 
-    What the user set is left as it is.
+    Settings of the user are not changed.
     """
     if any(glob.glob(path) for path in TPU_FILES) or "JAX_FORCE_TPU_INIT" in os.environ:
         return
@@ -55,7 +55,7 @@ def leave_libtpu_alone() -> None:
     if importlib.util.find_spec("jax_plugins") is None and not importlib.metadata.entry_points(group="jax_plugins"):
         jax.config.update("jax_platforms", "cpu")
         return
-    # JAX has another platform to try, whose failure must not end the program: libtpu is tried, with its platform set.
+    # There is a plugin of another platform, so that jax_platforms can't be set: libtpu is tried, and kept quiet.
     for name, value in QUIET_LIBTPU.items():
         os.environ.setdefault(name, value)
 
@@ -81,13 +81,13 @@ def make_app() -> typer.Typer:
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:  # for --help, which shows why one can't be used
             try:
-                return made(cmd_name)
+                return make_command(cmd_name)
             except commands.CommandError as error:
                 return typer.core.TyperCommand(cmd_name, help=str(error))
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             try:
-                return args[0], made(args[0]), args[1:]
+                return args[0], make_command(args[0]), args[1:]
             except commands.CommandError as error:
                 fail(error, 2)
 
@@ -98,11 +98,11 @@ def make_app() -> typer.Typer:
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             return super().parse_args(ctx, [_renamed(argument) for argument in args])
 
-    def made(name: str) -> Any:
+    def make_command(name: str) -> Any:
         def make(function: Any) -> Any:
-            alone = typer.Typer(add_completion=False, context_settings=context_settings)
-            alone.command(name, cls=Command)(function)
-            return typer.main.get_command(alone)
+            single = typer.Typer(add_completion=False, context_settings=context_settings)
+            single.command(name, cls=Command)(function)
+            return typer.main.get_command(single)
 
         return commands.load(name, declared, make)
 
@@ -125,7 +125,7 @@ def make_app() -> typer.Typer:
 
 
 def _without_types(params: list[Any]) -> list[Any]:
-    """The parameters, flags without their type, which typer would print as "<bool>"."""
+    """The parameters. Flags lose their type, which typer would print as "<bool>"."""
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
             param.metavar = ""
@@ -133,6 +133,6 @@ def _without_types(params: list[Any]) -> list[Any]:
 
 
 def _renamed(argument: str) -> str:
-    """The present spelling of an option of `RENAMED`, given as "--T 8" or "--T=8"; anything else as it is."""
+    """The current spelling of an option of `RENAMED`, such as "--T" or "--T=8"; other arguments do not change."""
     name, equals, value = argument.partition("=")
     return RENAMED.get(name, name) + equals + value

@@ -32,19 +32,19 @@ def find_faults(plugin: Plugin) -> list[str]:
 
 
 def find_reasons(plugin: Plugin, platform: str) -> list[Reason]:
-    """Why a loaded class can't serve plain attention in bfloat16 on a platform of this machine."""
+    """Why a loaded class can't serve plain attention in bfloat16 on a platform; empty if it can, or is at fault."""
     cls = plugin.operation_class
     if cls is None or not issubclass(cls, OperationImpl):
         return []
     try:
         return border.make(cls, OperationMetadata(platform=platform)).reasons(_small_request(platform))
-    except BaseException as error:  # `find_faults` has it
+    except BaseException as error:  # `find_faults` reports it
         pass_interrupt(error)
         return []
 
 
 def find_chosen(platform: str) -> str:
-    """What `auto` runs on a platform for plain attention of 4,096 tokens in bfloat16, D 128, by name and forward."""
+    """The name and forward that `auto` runs on a platform, for plain attention of 4,096 tokens, bfloat16, D 128."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
         try:
@@ -55,7 +55,7 @@ def find_chosen(platform: str) -> str:
 
 
 def find_details(plugin: Plugin, platform: str) -> tuple[str, ...]:
-    """How a loaded class serves the call of `find_chosen`."""
+    """What a loaded class says of how it serves the call of `find_chosen`, such as its tile sizes; else empty."""
     cls = plugin.operation_class
     if cls is None or not issubclass(cls, OperationImpl):
         return ()
@@ -63,7 +63,7 @@ def find_details(plugin: Plugin, platform: str) -> tuple[str, ...]:
     try:
         operation = border.make(cls, OperationMetadata(platform=platform))
         return () if operation.reasons(request) else border.details(operation, request)
-    except BaseException as error:  # `find_faults` has it
+    except BaseException as error:  # `find_faults` reports it
         pass_interrupt(error)
         return ()
 

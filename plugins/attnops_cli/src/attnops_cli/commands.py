@@ -1,6 +1,6 @@
 """The commands of installed distributions: entry points of the group ``attnops.commands``.
 
-An entry point's name is the command's, and its value a function that typer makes a command of. Only the command that
+An entry point's name is the command's, and its value a function that typer turns into a command. Only the command that
 runs is imported; ``--help`` imports all.
 """
 
@@ -35,13 +35,13 @@ Declared = Mapping[str, Mapping[str, "EntryPoint"]]
 
 
 class CommandError(Exception):
-    """Why there is no such command, or it can't be used; what to do."""
+    """A command does not exist or can't be used; the message says why, and what to do."""
 
 
 def installed() -> Declared:
     """The commands of all distributions, sorted by name. None is imported.
 
-    A distribution whose metadata can't be read has none; `attnops list` tells of it.
+    A distribution whose metadata can't be read has none; `attnops list` reports it.
     """
     by_command: dict[str, dict[str, EntryPoint]] = {}
     for distribution in importlib_metadata.distributions():
@@ -57,10 +57,10 @@ def installed() -> Declared:
 
 
 def load(name: str, declared: Declared, make: Callable[[Any], Command]) -> Command:
-    """Import a command's function, and make a command of it.
+    """Import a command's function, and return ``make(function)``.
 
     Raises:
-        CommandError: there is no such command, several distributions have it, or importing or making it fails.
+        CommandError: there is no such command, several distributions have it, or the import or ``make`` fails.
     """
     owners = declared.get(name, {})
     if not owners:

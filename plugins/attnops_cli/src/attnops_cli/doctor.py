@@ -32,23 +32,24 @@ JAX_PLUGINS: Final = {
     "tpu": ("libtpu", "pip install 'jax[tpu]'"),
 }
 
-# Where the kernel shows an accelerator: the JAX platform it should be seen as, and what it is.
+# Device files of accelerators: JAX's platform for them, and what they are.
 DEVICE_FILES: Final = {"/dev/nvidiactl": ("cuda", "an NVIDIA GPU"), "/dev/accel0": ("tpu", "a TPU")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `doctor` found.
+    """The results of `doctor`.
 
     Attributes:
-        versions: by distribution, "python" first.
-        backend: JAX's default backend; empty where JAX can't start.
+        versions: versions by distribution, "python" first.
+        backend: JAX's default backend; empty if JAX can't start.
         devices: JAX's devices.
-        requirement_checker: the module that reads requirements; empty where there is none, so that none is checked.
+        requirement_checker: the module that reads requirements; empty if there is none, and requirements are not
+            checked.
         installed: the distributions, each imported.
-        kernels: lines that say what serves a long call on this machine, or on the platform asked for, and how.
+        kernels: lines that say what serves a long call on this machine, or on the given platform, and how.
         problems: what is wrong.
-        suggestions: what could be installed for it.
+        suggestions: what could be installed in addition.
     """
 
     versions: dict[str, str]
@@ -72,8 +73,8 @@ def command(
 ) -> None:
     """Examine the installation: versions, devices, each distribution, and what to install.
 
-    With --platform for a machine that this one need not be. Imports every distribution, one by one. Exits with 1 if
-    something is wrong.
+    With --platform it answers for a machine of another platform. Imports every distribution, one by one. Exits with 1
+    if something is wrong.
     """
     find_devices()
     try:
@@ -132,16 +133,16 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _plugin_problems(found: tuple[Plugin, ...]) -> list[Problem]:
-    """One problem for each distribution and cause, for any number of operations."""
+def _plugin_problems(operations: tuple[Plugin, ...]) -> list[Problem]:
+    """One problem for each distribution and cause, with the names of all operations that have it."""
     broken: dict[tuple[str, str, str], list[str]] = {}
-    for plugin in found:
+    for plugin in operations:
         if plugin.state in (State.FAILED, State.INCOMPATIBLE):
             broken.setdefault((plugin.distribution, plugin.state, plugin.cause), []).append(plugin.name)
     return [
         Problem(
             f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {state}: {cause}",
-            # Both, since either may be too old for the other.
+            # Upgrade both, since either may be too old for the other.
             f"pip install --upgrade {CORE} {distribution}; to disable it pip uninstall {distribution}, or set "
             f"ATTNOPS_DISABLE={distribution}"
             if distribution != CORE
@@ -151,11 +152,11 @@ def _plugin_problems(found: tuple[Plugin, ...]) -> list[Problem]:
     ]
 
 
-def _machine_problems(platforms: list[str], found: tuple[Plugin, ...]) -> list[Problem]:
+def _machine_problems(platforms: list[str], operations: tuple[Plugin, ...]) -> list[Problem]:
     """Why the kernels for some platforms can't run there."""
     problems = []
     for platform in platforms:
-        for plugin in found:
+        for plugin in operations:
             if plugin.distribution == FOR_PLATFORM.get(platform):
                 problems += [
                     Problem(
@@ -166,17 +167,17 @@ def _machine_problems(platforms: list[str], found: tuple[Plugin, ...]) -> list[P
     return problems
 
 
-def _kernels(platforms: list[str], found: tuple[Plugin, ...]) -> list[str]:
+def _kernels(platforms: list[str], operations: tuple[Plugin, ...]) -> list[str]:
     lines = []
     for platform in platforms:
         lines.append(f"on {platform} auto runs {find_chosen(platform)}")
-        kernels = [plugin for plugin in found if plugin.distribution == FOR_PLATFORM.get(platform)]
+        kernels = [plugin for plugin in operations if plugin.distribution == FOR_PLATFORM.get(platform)]
         lines += [f"{plugin.name}: {line}" for plugin in kernels for line in find_details(plugin, platform)]
     return lines
 
 
 def _suggestions(platforms: list[str], devices: int, distributions: set[str]) -> list[Problem]:
-    """What to install for platforms, given their numbers of devices: 0 if JAX may not be installed for a platform."""
+    """What to install for platforms. ``devices`` is the number of JAX's devices; 0 if JAX may lack the platform."""
     problems = []
     for path, (platform, what) in DEVICE_FILES.items():
         if platform not in platforms and Path(path).exists():
@@ -206,11 +207,11 @@ def _print(report: Report, verbose: bool) -> None:
         ),
     )
     print_text("")
-    found = report.installed.plugins
-    rows = ((plugin.name, plugin.version, str(plugin.state), plugin.cause) for plugin in found)
+    operations = report.installed.plugins
+    rows = ((plugin.name, plugin.version, str(plugin.state), plugin.cause) for plugin in operations)
     print_table(("operation", "version", "state", "cause"), rows)
     if verbose:
-        for plugin in found:
+        for plugin in operations:
             if plugin.traceback:
                 print_heading(f"{plugin.name}, traceback")
                 print_text(plugin.traceback.rstrip())

@@ -1,4 +1,4 @@
-"""`attnops explain`: what would run a call, and why nothing else."""
+"""`attnops explain`: which operation would run a call, and why the others would not."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def command(
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for the logsumexp.")] = False,
     return_weights: Annotated[bool, typer.Option("--return-weights", help="Ask for the attention weights.")] = False,
     source: Annotated[
-        str | None, typer.Option(help="What holds S keys and values a row: PagedCache of attnops-caches, for example.")
+        str | None, typer.Option(help="The source of S keys and values per row: PagedCache, for example.")
     ] = None,
     source_options: Annotated[
         str | None, typer.Option(help="Options of the source, separated by commas: page_size=32,codec=int8.")
@@ -77,8 +77,8 @@ def command(
 ) -> None:
     """Say what would run a call of attention and, for each other implementation, every reason why it can't.
 
-    Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if there is no
-    such call or operation.
+    Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if the call is
+    invalid or the operation is unknown.
     """
     find_devices()
     S, K, Dv = key_length or query_length, kv_heads or heads, value_head_dim or head_dim
@@ -98,7 +98,7 @@ def command(
         )  # fmt: skip
         on_mesh = contextlib.nullcontext() if mesh is None else use_abstract_mesh(_mesh(mesh))
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), on_mesh:
-            warnings.simplefilter("ignore", PluginWarning)  # they are among the others, with their cause
+            warnings.simplefilter("ignore", PluginWarning)  # the explanation lists these plugins, with the cause
             explanation = explain(request, operation, metadata, shardings=mesh is not None)
     except UnsupportedError as error:
         _print_refusal(request, error, _alternatives(request, metadata), json)
@@ -131,9 +131,9 @@ def _request(
         query, key, value = (jnp.zeros(shape, dtype) for shape in shapes)
         arguments: tuple[Any, ...] = (query, key, value)
         if make is not None:
-            query, held, of_source = make(query, key)
-            arguments = query, held
-            options.update(of_source)
+            query, source, source_options = make(query, key)
+            arguments = query, source
+            options.update(source_options)
         request = VanillaAttention(metadata).request(
             *arguments,
             mask=None if mask is None else parse_mask(mask),
@@ -164,17 +164,17 @@ def _dtype(name: str) -> Any:
         dtype = jnp.dtype(name)
     except TypeError:
         raise ValueError(f"dtype={name!r} is unknown; use float32, bfloat16 or float16") from None
-    if dtype == jnp.float64:  # would become float32, where x64 is off
+    if dtype == jnp.float64:  # without jax_enable_x64 it would become float32
         raise ValueError("dtype='float64', but must be float32, bfloat16 or float16")
     return dtype
 
 
 def _alternatives(request: AttentionRequest, metadata: OperationMetadata) -> tuple[Candidate, ...]:
-    """All implementations with their reasons, for a request that the named operation refuses, in `auto`'s order."""
+    """All operations with their reasons, in `auto`'s order, for a request that the named operation refuses."""
     try:
         explanation = explain(request, "auto", metadata)
     except UnsupportedError:
-        return ()  # the error has the reasons of all already, or no other implementation exists
+        return ()  # the error already has the reasons of all, or there is no other operation
     return (explanation.chosen, *explanation.others)
 
 

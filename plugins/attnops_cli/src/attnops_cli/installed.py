@@ -27,9 +27,9 @@ class Installed:
         plugins: every operation of every distribution, by operation, the core's first.
         troubles: problems that are not a plugin's state, such as distributions whose metadata is broken.
         faults: faults of plugins' methods when called with a small request, each with the plugin's name.
-        ambiguous: names that several serve equally well.
+        ambiguous: errors about names that several plugins serve with equal priority.
 
-    Without loading, the last two are empty.
+    The last two are empty if plugins were not loaded.
     """
 
     plugins: tuple[Plugin, ...]
@@ -42,8 +42,8 @@ def find(load: bool, verbose: bool = False) -> Installed:
     """Look at what is installed.
 
     Args:
-        load: import every plugin, one by one, and ask it. Without it none is imported.
-        verbose: show what plugins and their libraries print, on stderr; otherwise only where a plugin fails.
+        load: whether to import every plugin, one by one, and to call its methods.
+        verbose: whether to show on stderr what plugins and their libraries print; else only if a plugin fails.
     """
     with quiet(verbose) as noise, warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
@@ -59,14 +59,13 @@ def find(load: bool, verbose: bool = False) -> Installed:
 
 
 def computes(plugin: Plugin) -> str | None:
-    """What a plugin declares that it computes, ``"attention"`` or ``"other"``; None: it is not loaded."""
+    """What a plugin declares that it computes, ``"attention"`` or ``"other"``; None if it is not loaded."""
     return None if plugin.operation_class is None else plugin.operation_class.computes or "other"
 
 
 def platforms(plugin: Plugin, plugins: tuple[Plugin, ...]) -> list[str] | None:
-    """The platforms for which a plugin has forwards of its own, not the core's; ["any"] for a native one only.
-
-    None: it is not loaded, so they are not known.
+    """The platforms for which a plugin has forwards other than the core's; ["any"] if it has only a native one; None
+    if it is not loaded.
     """
     cls = plugin.operation_class
     if cls is None:

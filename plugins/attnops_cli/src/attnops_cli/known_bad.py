@@ -11,18 +11,18 @@ from packaging.version import Version
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something wrong, or something to gain.
+    """Something that is wrong with the installation, or something that it could gain.
 
     Attributes:
         what: the problem, in a sentence.
-        install: what to do about it, as a command where that is possible.
+        install: what to do about it; a command where one helps.
     """
 
     what: str
     install: str
 
 
-# Pairs that are released together: the second, if it is installed, must have the first one's minor version.
+# Distributions that are released together: where both are installed, their minor versions must be equal.
 SAME_MINOR: Final = (
     ("jax", "jaxlib"),
     ("jaxlib", "jax-cuda12-plugin"),
@@ -33,7 +33,7 @@ SAME_MINOR: Final = (
 
 
 def known_problems(versions: Mapping[str, str]) -> list[Problem]:
-    """What is known to be wrong with these versions, by distribution, "python" among them."""
+    """Known problems of these versions, which are by distribution; "python" counts as one."""
     problems = []
     for first, second in SAME_MINOR:
         if first in versions and second in versions and _minor(versions[first]) != _minor(versions[second]):

@@ -14,7 +14,7 @@ def command(
     load: Annotated[
         bool,
         typer.Option(
-            "--load/--no-load", help="Import each distribution, to see whether it works and what it serves; or none."
+            "--load/--no-load", help="Whether to import distributions, to see whether they work and what they serve."
         ),
     ] = True,
     verbose: Annotated[
@@ -24,8 +24,8 @@ def command(
 ) -> None:
     """List operations by what they compute, platform, distribution, version and state.
 
-    `auto` picks operations of the kind "attention"; "other" ones run only by name. The platforms are those for which an
-    implementation has a forward of its own: "any" is plain JAX, "?" is not known before it is imported.
+    `auto` picks operations of the kind "attention"; "other" ones run only by name. The platforms are those for which
+    an operation has a separate forward; "any" is plain JAX, and "?" is not known before the import.
     """
     installed = find(load, verbose)
     plugins = installed.plugins

@@ -23,7 +23,7 @@ from attnops.masks import (
     SlidingWindow,
 )
 
-# Without `MaskFn`, whose function no expression can give.
+# Without `MaskFn`, whose function can't be written on the command line.
 _PRIMITIVES = (Ancestors, Causal, Chunked, Dense, Full, KeyPadding, Lengths, PrefixLM, Segments, SlidingWindow)
 _BY_NAME: dict[str, type[Mask]] = {cls.__name__.lower(): cls for cls in _PRIMITIVES}
 _BINARY = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}

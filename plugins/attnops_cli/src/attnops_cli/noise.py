@@ -1,4 +1,4 @@
-"""What other libraries print while they are imported or look for devices, kept from drowning the answer."""
+"""Suppresses what other libraries print while they are imported or look for devices."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ __all__ = ["find_devices", "quiet"]
 
 
 class Kept:
-    """What was printed in a context, which `show` prints when the context ends."""
+    """The handle of a context of `quiet`, by which what was printed in it can be shown."""
 
     def __init__(self) -> None:
         self.shown = False
 
     def show(self) -> None:
-        """Print what was kept when the context ends."""
+        """When the context ends, print what was printed in it."""
         self.shown = True
 
 
 @contextlib.contextmanager
 def quiet(verbose: bool = False) -> Iterator[Kept]:
-    """A context whose file descriptor 2 is a file: what C++ libraries print too, such as libtpu without a TPU.
+    """A context in which file descriptor 2 is a temporary file, also for C++ libraries, such as libtpu without a TPU.
 
-    It is printed at the end if the context raises, if `Kept.show` is called, or if ``verbose``. If the process crashes,
-    Python's traceback of it is printed.
+    The file is printed at the end if the context raises, if `Kept.show` is called, or if ``verbose``. If the process
+    crashes, Python's traceback is printed.
     """
     kept = Kept()
     try:
         sys.stderr.flush()
         stderr = os.dup(2)
-    except (OSError, ValueError, AttributeError):  # there is none
+    except (OSError, ValueError, AttributeError):  # there is no stderr
         yield kept
         return
     was_enabled = faulthandler.is_enabled()
@@ -61,11 +61,11 @@ def quiet(verbose: bool = False) -> Iterator[Kept]:
 
 
 def find_devices() -> None:
-    """Have JAX look for its devices, without what its libraries print, unless it fails."""
+    """Have JAX look for its devices; what its libraries print is shown only if that fails."""
     import jax
 
     with quiet() as noise:
         try:
             jax.devices()
-        except RuntimeError:  # the command tells of it
+        except RuntimeError:  # the command will report it
             noise.show()

@@ -1,4 +1,4 @@
-"""What the commands share in printing."""
+"""How the commands print."""
 
 from __future__ import annotations
 

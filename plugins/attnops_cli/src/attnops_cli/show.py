@@ -35,30 +35,30 @@ def command(
     ] = None,
     block_q: Annotated[int | None, typer.Option(help="Queries per tile: shows the tiles.", min=1)] = None,
     block_k: Annotated[int | None, typer.Option(help="Keys per tile.", show_default="block-q", min=1)] = None,
-    b: Annotated[int, typer.Option("-b", "--batch", help="Which of the batch.", min=0)] = 0,
-    h: Annotated[int, typer.Option("--head", help="Which head.", min=0)] = 0,
-    output: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .svg or .pdf.")] = None,
+    b: Annotated[int, typer.Option("-b", "--batch", help="The index in the batch.", min=0)] = 0,
+    h: Annotated[int, typer.Option("--head", help="The index of the head.", min=0)] = 0,
+    output: Annotated[Path | None, typer.Option(help="Draw an image to this file: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Show which query (row) sees which key (column) and, with block sizes, which tiles a kernel visits.
 
-    Exits with 2 if there is no such mask.
+    Exits with 2 if the mask can't be read or shown.
     """
     T, S = query_length, key_length or query_length
     blocks = None
     if block_q or block_k:
         blocks = block_q or block_k or 1, block_k or block_q or 1
     try:
-        found = mask_with_values(mask)
-        B, H = fitting(found, T, S, b, h)
-        tiles = None if blocks is None else _tiles(found, (B, H, T, S), blocks, b, h)
-        title = f"{found!r}, T = {T}, S = {S}" + (f", b = {b}, h = {h}" if (B, H) != (1, 1) else "")
+        parsed = mask_with_values(mask)
+        B, H = fitting(parsed, T, S, b, h)
+        tiles = None if blocks is None else _tiles(parsed, (B, H, T, S), blocks, b, h)
+        title = f"{parsed!r}, T = {T}, S = {S}" + (f", b = {b}, h = {h}" if (B, H) != (1, 1) else "")
         if output is not None:
             needs_matplotlib("the image")
-            _draw(_seen(found, (B, H, T, S), b, h), (T, S), tiles, blocks, title, output)
+            _draw(_seen(parsed, (B, H, T, S), b, h), (T, S), tiles, blocks, title, output)
             print_text(f"{title}: {output}")
             return
         print_text(title)
-        print_text(found.show(T, S, b=b, h=h) if max(T, S) <= _WIDEST_TEXT else _too_large(T, S))
+        print_text(parsed.show(T, S, b=b, h=h) if max(T, S) <= _WIDEST_TEXT else _too_large(T, S))
         if tiles is not None and blocks is not None:
             print_text(f"\nTiles of {blocks[0]} × {blocks[1]}: {_count(tiles)}")
             large = max(tiles.shape) > _WIDEST_TEXT
@@ -76,13 +76,13 @@ def mask_with_values(text: str) -> Mask:
     mask = parse_mask(text)
     if not isinstance(mask, Mask) or any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(mask)):
         raise ValueError(
-            f"mask={text!r} gives an array by its shape, but its values count here; list them: Segments([0, 0, 1, 1])"
+            f"mask={text!r} has an array given by its shape, but needs its values; list them: Segments([0, 0, 1, 1])"
         )
     return mask
 
 
 def needs_matplotlib(what: str) -> None:
-    """Exit with status 2 where matplotlib is not installed."""
+    """Exit with status 2 if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
@@ -96,7 +96,7 @@ def _tiles(mask: Mask, shape: tuple[int, int, int, int], blocks: tuple[int, int]
 
 
 def _seen(mask: Mask, shape: tuple[int, int, int, int], b: int, h: int) -> Any:
-    """The mask as booleans [T, S]; None if they are too many to be seen."""
+    """The mask as booleans [T, S]; None if it is too large to be drawn."""
     if max(shape[2:]) > _LARGEST_IMAGE:
         return None
     dense = np.asarray(mask.dense(*shape))
@@ -123,14 +123,14 @@ def _too_large(rows: int, columns: int) -> str:
 def _draw(
     seen: Any, shape: tuple[int, int], tiles: Any, blocks: tuple[int, int] | None, title: str, path: Path
 ) -> None:
-    """Draw the mask, and the tiles' borders coloured by their coverage; only tiles where the mask is too large."""
+    """Draw the mask, and frames of tiles in the colour of their coverage; only tiles if the mask is too large."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
     T, S = shape
     if seen is None and tiles is None:
-        raise ValueError(f"T={T} and S={S} are too many to draw one by one; give --block-q, and tiles are drawn")
+        raise ValueError(f"T={T} and S={S} are too many to draw one by one; add --block-q to draw tiles")
     scale = 6.4 / max(T, S)
     width = max(S * scale, 2.4) + 1.4
     figure: Any = Figure(figsize=(width, max(T * scale, 1.6) + 1.7), layout="constrained")

@@ -1,8 +1,8 @@
 """Sources described on the command line: distributions declare them by entry points of the group `GROUP`.
 
-The entry's name is that of the source's class, its value a function of (query, key, value_head_dim, options), which
-returns the query, a source of the key's batch, length and kv heads, and the options of the call. It is called while
-tracing, so that no array is allocated, and raises a `ValueError` for an option that the source has not.
+An entry's name is that of the source's class. Its value is a function of (query, key, value_head_dim, options) that
+returns the query, a source with the key's batch, length and kv heads, and the options of the call. The function is
+called while tracing, so that no array is allocated; it raises a `ValueError` for an unknown option.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def made_source(name: str | None, options: str | None, value_head_dim: int | Non
         value_head_dim: Dv, if it is given.
 
     Raises:
-        ValueError: no source, or those of several distributions, have this name; it can't be imported; options
-            without a source, or text that is no options.
+        ValueError: no distribution, or more than one, has a source of this name; the source can't be imported; options
+            are given without a source, or are not of the form above.
     """
     if name is None:
         if options is not None:
-            raise ValueError(f"--source-options={options!r} is given, but no source; give --source PagedCache, say")
+            raise ValueError(f"--source-options={options!r} needs a source; add --source PagedCache, for example")
         return None
     entries = list(importlib_metadata.entry_points(group=GROUP))
     owners = {normalize(x.dist.name): x for x in entries if x.dist and x.name.lower() == name.lower()}
     if not owners:
         known = sorted(entry.name for entry in entries)
-        which = f"use one of {known}" if known else "pip install attnops-caches, for example"
-        raise ValueError(f"source={name!r} is unknown; {which}")
+        hint = f"use one of {known}" if known else "pip install attnops-caches, for example"
+        raise ValueError(f"source={name!r} is unknown; {hint}")
     if len(owners) > 1:
-        raise ValueError(f"source={name!r} is of {' and of '.join(sorted(owners))}: uninstall all but one of them")
+        raise ValueError(f"{' and '.join(sorted(owners))} have a source={name!r}: uninstall all but one of them")
     ((owner, entry),) = owners.items()
     make, given = _called(owner, entry, entry.load), _parsed(options)
 

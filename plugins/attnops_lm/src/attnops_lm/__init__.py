@@ -1,4 +1,4 @@
-"""A decoder-only language model in flax.nnx: its attention made by attnops, its weights from Hugging Face or GGUF."""
+"""A decoder-only language model in flax.nnx, with attnops' attention, and weights from Hugging Face or GGUF."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

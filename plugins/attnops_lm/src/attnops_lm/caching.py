@@ -79,18 +79,18 @@ class Caching:
             batch_size: B, the rows.
             max_length: S, the tokens of a row, left padding included.
             starts: tokens of left padding of each row, integers [B] or one for all; None for none.
-            shardings: ``{"mesh": Mesh, "rules": AxisRules}``: where the caches lie; None: on the mesh of the model's
-                metadata, or on one device where it has none.
+            shardings: ``{"mesh": Mesh, "rules": AxisRules}``, by which the caches are sharded; None: on the mesh of the
+                model's metadata, else on one device.
             pad_token_id: not used, since lengths tell what is padding; accepted because the protocol has it.
-            codec: how tokens are stored; None: as they are.
+            codec: how tokens are quantised; None: they are not.
             max_append: if given, layers with a window have a `WindowCache`, to which at most this many tokens can be
                 appended at a time, in place of a cache of S tokens.
 
         Memory: 2 · B · S · K · D elements per layer; with a `WindowCache` window + max_append in place of S.
 
         Raises:
-            ValueError: starts are not integers from 0 to S, or not B of them; a size is not an int of at least 1; codec
-                is not a codec, or one whose scales must be given.
+            ValueError: starts are not B integers from 0 to S; a size is not an int of at least 1; codec is not a
+                `Quantized`, or one whose scales must be given.
         """
         c = self.config
         del pad_token_id
@@ -108,7 +108,7 @@ class Caching:
         return tuple(_placed(create, shardings) for create in _empty(c, *sizes, starts))
 
     def create_paged_metadata(self, hbm_utilization: float, page_size: int, max_model_length: int) -> PagedMetadata:
-        """As many pages as fit a share of the device's memory, see `attnops_caches.pages_that_fit`.
+        """The sizes of as many pages as fit in a share of the device's memory, by `attnops_caches.pages_that_fit`.
 
         Raises:
             ValueError: the device does not report its memory (CPUs do not; give ``pages`` to `init_ragged_pages`), or
@@ -149,11 +149,11 @@ class Caching:
             hbm_utilization: the share of the device's memory for weights and pages together.
             max_model_length: tokens of the longest sequence.
             batch_size: B, the rows.
-            pages: P, if it is not to be computed from the device's memory.
-            codec: how tokens are stored; None: as they are.
+            pages: P, in place of a number computed from the device's memory.
+            codec: how tokens are quantised; None: they are not.
 
         Raises:
-            ValueError: too few or too many of these are given.
+            ValueError: too few or too many of these arguments are given.
         """
         if metadata is None:
             if page_size is None or max_model_length is None or (hbm_utilization is None) == (pages is None):
@@ -193,7 +193,7 @@ def _check_sizes(batch_size: Any, max_length: Any, codec: Any, max_append: Any) 
 
 def _check_starts(starts: ArrayLike, batch_size: int, max_length: int) -> None:
     if isinstance(starts, jax.core.Tracer) or not getattr(starts, "is_fully_addressable", True):
-        return  # what they are is not known here
+        return  # their values are not known here
     host = np.asarray(starts)
     if host.dtype.kind not in "iu" or host.shape not in ((), (batch_size,)):
         raise ValueError(f"starts are {host.dtype} {host.shape}, but must be one integer or {batch_size}, one per row")
@@ -209,11 +209,11 @@ def with_table(caches: tuple[PagedCache, ...], table: jax.Array) -> tuple[PagedC
 
 
 def with_one_length(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
-    """The caches of all layers, sharing one set of arrays by row (lengths, tables, …), so that XLA computes what
-    depends on them once.
+    """The caches of all layers, with one set of arrays for rows (lengths, tables, …), so that XLA computes only once
+    what depends on them.
 
-    All layers hold the same tokens, so that these arrays are equal. XLA can't know that of separate arrays, and would
-    determine the active tiles anew in each layer.
+    All layers hold the same tokens, so that these arrays are equal. XLA can't know that separate arrays are equal, and
+    would determine the active tiles anew in each layer.
     """
     names = ("lengths", "starts", "written", "table")
     kinds: dict[object, Cache] = {}
@@ -226,14 +226,13 @@ def with_one_length(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
     return tuple(shared(cache) for cache in caches)
 
 
-def with_own_arrays(cache: Cache, own: Cache) -> Cache:
-    """A cache that a call returned for one of `with_one_length`, with the arrays of ``own`` that the call does not
-    change.
+def without_shared_arrays(cache: Cache, original: Cache) -> Cache:
+    """The inverse of `with_one_length` after a call: the cache with those arrays of ``original`` that no call changes.
 
     Otherwise all layers would return the same array, which could not be donated to the next call.
     """
-    names = [name for name in ("starts", "table") if hasattr(own, name)]
-    return dataclasses.replace(cache, **{name: getattr(own, name) for name in names})  # type: ignore[arg-type]
+    names = [name for name in ("starts", "table") if hasattr(original, name)]
+    return dataclasses.replace(cache, **{name: getattr(original, name) for name in names})  # type: ignore[arg-type]
 
 
 def _empty(

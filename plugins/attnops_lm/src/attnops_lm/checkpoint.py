@@ -64,18 +64,18 @@ def set_weights(model: Decoder, read: Callable[[str], jax.Array]) -> None:
 
 def param_of(model: nnx.Module, path: str) -> Any:
     """The parameter at a path such as ``layers.0.attention.q.kernel``."""
-    found: Any = model
+    node: Any = model
     for part in path.split("."):
-        found = found[int(part)] if part.isdigit() else getattr(found, part)
-    return found
+        node = node[int(part)] if part.isdigit() else getattr(node, part)
+    return node
 
 
 def mapping(model: Decoder) -> list[Weight]:
     """Every weight of a causal language model or of a classifier, and its name in transformers."""
-    found = list(weights(model.config, lm_head=hasattr(model, "head")))
+    mapped = list(weights(model.config, lm_head=hasattr(model, "head")))
     if hasattr(model, "score"):
-        found.append(Weight("score.kernel", "score.weight", swapped=True))
-    return found
+        mapped.append(Weight("score.kernel", "score.weight", swapped=True))
+    return mapped
 
 
 def config_of(model: Decoder) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def config_of(model: Decoder) -> dict[str, Any]:
     hf = config_to_hf(model.config)
     if hasattr(model, "num_labels"):
         names = {i: f"LABEL_{i}" for i in range(model.num_labels)}
-        # Gemma3ForCausalLM is the class for text; the classifier for text has a class of its own.
+        # Gemma3ForCausalLM reads only text, but the classifier for text is Gemma3TextForSequenceClassification.
         text = "Text" if model.config.family == "gemma3_text" else ""
         (architecture,) = hf["architectures"]
         hf |= {
@@ -94,10 +94,10 @@ def config_of(model: Decoder) -> dict[str, Any]:
 
 
 def refuse_wrapped(model: Decoder) -> None:
-    """Raise for a model with parameters that a checkpoint does not have.
+    """Refuse a model with parameters that a checkpoint can't have.
 
     Raises:
-        ValueError: there is one; the message names the first, and says what to do.
+        ValueError: there is such a parameter; the message names the first one, and says what to do.
     """
     known = {weight.path for weight in mapping(model)} | {"score.bias"}
     extra = sorted(set(by_path(nnx.state(model))) - known)
@@ -150,8 +150,8 @@ def load(
     set_weights(model, read)
     if HEAD in files and config.tie_word_embeddings and not jnp.array_equal(read(HEAD), read(EMBEDDING)):
         raise ValueError(
-            f"tie_word_embeddings=True, but {directory} has a {HEAD} of its own: set it to false in config.json, or "
-            f"remove the weight"
+            f"tie_word_embeddings=True, but {directory} has a {HEAD} that differs from {EMBEDDING}: set it to false in "
+            f"config.json, or remove the weight"
         )
     model.origin = Origin(directory)
     return model
@@ -174,14 +174,12 @@ def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, Path]) -
     if extra:
         raise ValueError(
             f"{directory} has {extra[0]} ({len(extra)} in all), which a {type(model).__name__} of its config.json, "
-            f"{model.config.family!r}, does not use: is the config that of these weights?"
+            f"{model.config.family!r}, does not use: config.json must be that of these weights"
         )
 
 
 def _files(directory: Path) -> Mapping[str, Path]:
-    """The file of each weight. If there are both a single file and an index, the single file is used, as in
-    transformers.
-    """
+    """The file of each weight. The single file takes precedence over an index, as in transformers."""
     single, index = directory / SINGLE, directory / INDEX
     if single.exists():
         with safe_open(single, framework="numpy") as file:
@@ -199,18 +197,18 @@ def save(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``, which `load` and transformers read, and the tokenizer.
 
-    The tokenizer is that of the directory from which the model was loaded. For any other model write it with
+    The tokenizer is that of the directory or file from which the model was loaded. For any other model write it with
     `Tokenizer.save_pretrained`.
 
     Args:
-        model: weights that are sharded over this process's devices are gathered.
-        directory: made if it does not exist.
+        model: the model; weights that are sharded over this process's devices are gathered.
+        directory: the directory; it is created if it does not exist.
         dtype: the dtype of the weights in the file; None: as they are.
-        gather_fns: by path, functions that make a weight whole before it is written.
+        gather_fns: by path, functions that gather a weight's shards before it is written.
 
     Raises:
-        ValueError: a model with LoRA or quantised layers, a path of ``gather_fns`` that it does not have, or a dtype
-            that `load` does not read.
+        ValueError: the model has LoRA or quantised layers, or lacks a path of ``gather_fns``, or `load` can't read the
+            dtype.
     """
     directory = Path(directory)
     refuse_wrapped(model)
@@ -219,14 +217,14 @@ def save(
     if unknown := sorted(set(gather) - {weight.path for weight in mapping(model)}):
         raise ValueError(f"gather_fns has {unknown[0]}, which is not a weight's path, such as layers.0.mlp.up.kernel")
     directory.mkdir(parents=True, exist_ok=True)
-    found = {}
+    tensors = {}
     for weight in mapping(model):
         value = param_of(model, weight.path)[...]
         value = gather.get(weight.path, lambda x: x)(value)
         value = value.swapaxes(-1, -2) if weight.swapped else value
         value = value if dtype is None else value.astype(dtype)
-        found[weight.name] = jnp.asarray(np.ascontiguousarray(jax.device_get(value)))
-    save_file(found, directory / SINGLE, metadata={"format": "pt"})
-    written = config_of(model) | {"dtype": next(iter(found.values())).dtype.name}
+        tensors[weight.name] = jnp.asarray(np.ascontiguousarray(jax.device_get(value)))
+    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+    written = config_of(model) | {"dtype": next(iter(tensors.values())).dtype.name}
     (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     model.origin.write_tokenizer(directory)

@@ -15,7 +15,7 @@ VARIABLE = "ATTNOPS_COMPILATION_CACHE"  # a folder, or "off"
 
 
 def default_folder() -> Path:
-    """``~/.cache/attnops/programs``, or in ``$XDG_CACHE_HOME`` where that is set."""
+    """``~/.cache/attnops/programs``, or ``attnops/programs`` in ``$XDG_CACHE_HOME`` if that is set."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnops" / "programs"
 
 
@@ -23,17 +23,17 @@ def keep_programs(folder: str | None = None) -> Path | None:
     """Use JAX's persistent compilation cache in this process.
 
     Args:
-        folder: where programs are kept, in a subfolder for this kind of processor; "off" to keep none; None: the
-            environment variable ``ATTNOPS_COMPILATION_CACHE``, else `default_folder`.
+        folder: the folder of programs, which are in a subfolder for this kind of processor; "off" to keep none; None:
+            the environment variable ``ATTNOPS_COMPILATION_CACHE``, else `default_folder`.
 
     Returns:
-        The folder. None if nothing is kept: it is "off", it can't be written to (with a warning), or there are several
-        CPU devices, whose programs jaxlib 0.10 can't reload. A folder that JAX already uses
-        (``JAX_COMPILATION_CACHE_DIR``) is kept.
+        The folder. None if no program is kept: the folder is "off", it can't be written to (with a warning), or there
+        are several CPU devices, whose programs jaxlib 0.10 can't reload. If JAX already uses a folder
+        (``JAX_COMPILATION_CACHE_DIR``), that folder is used.
     """
-    own: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    if own is not None:
-        return Path(own)
+    current: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if current is not None:
+        return Path(current)
     folder = os.environ.get(VARIABLE) or None if folder is None else folder
     if folder == "off" or (jax.default_backend() == "cpu" and jax.device_count() > 1):
         return None

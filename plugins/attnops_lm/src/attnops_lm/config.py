@@ -1,4 +1,4 @@
-"""The sizes and the choices of a model, the same fields for every family."""
+"""The config of a model: sizes and choices, with the same fields for every family."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ LayerType = Literal["full_attention", "sliding_attention"]
 class Experts:
     """A mixture of experts in place of each MLP (Shazeer et al. 2017, arXiv:1701.06538), as in GPT-OSS."""
 
-    count: int
-    per_token: int
-    limit: float  # gates are clipped above, and ups on both sides
+    count: int  # experts of a layer
+    per_token: int  # experts that compute a token
+    limit: float  # gates are clipped to at most this, ups to between −limit and limit
     alpha: float  # gate · sigmoid(alpha · gate)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A decoder. Hashable, so it can be a static argument of ``jax.jit``."""
+    """The config of a decoder. Hashable, so it can be a static argument of ``jax.jit``."""
 
     family: str
     vocab_size: int  # V
@@ -47,7 +47,7 @@ class Config:
     final_soft_cap: float | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
     unit_offset: bool = False  # norms multiply by 1 + weight
-    post_norms: bool = False  # attention's and MLP's outputs are normalised too
+    post_norms: bool = False  # the outputs of attention and MLP are normalised too
     embedding_scale: float = 1.0
     experts: Experts | None = None
     pad_token_id: int | None = None
@@ -77,5 +77,5 @@ class Config:
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
     def replace(self, **changes: object) -> Config:
-        """A copy with these fields."""
+        """A copy with these fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

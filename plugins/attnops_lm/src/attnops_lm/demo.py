@@ -34,7 +34,8 @@ from attnops_lm.model import Caches, CausalLM
 REFERENCE = Path(__file__).with_name("reference.npz")
 N, PAGE = 48, 16  # tokens of the answer, and slots per page
 REFUSALS = (attnops.UnsupportedError, attnops.PluginError, attnops.AmbiguousOperationError)
-# The most that the mean log likelihood of transformers' answer may differ; in float32 all N tokens must be the same.
+# By codec, how far the mean log likelihood of transformers' answer may differ from that in transformers. In float32 all
+# N tokens must also be the same.
 TOLERANCE = {"": 1e-4, "int8": 0.02}
 
 
@@ -44,9 +45,9 @@ class DemoResult(NamedTuple):
     operation: str
     cache: str
     text: str
-    same: int  # tokens that are those of transformers
-    likelihood: float  # the mean log likelihood of the tokens of transformers
-    nbytes: int  # of all layers
+    same: int  # the number of tokens that equal transformers'
+    likelihood: float  # the mean log likelihood of transformers' tokens
+    nbytes: int  # of the caches of all layers
     tokens_per_second: float
 
 
@@ -96,7 +97,7 @@ def answer(
         out = nnx.merge(graphdef, state)(token[None, None], past_key_values=caches)
         return out.past_key_values, jax.nn.log_softmax(out.logits[0, 0])
 
-    # One token at a time, the prompt's too, so that there is one program to compile.
+    # One token at a time, also of the prompt, so that only one program is compiled.
     _, scores = jax.lax.scan(step, caches, jnp.concatenate([prompt, given[:-1]]))
     scores = scores[len(prompt) - 1 :]
     return scores.argmax(-1), jnp.take_along_axis(scores, given[:, None], axis=1)[:, 0]
@@ -128,9 +129,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
 
     @contextlib.contextmanager
     def shown(name: str) -> Iterator[None]:
-        """Show why an operation does not run. A broken operation must not hide the others; the exit status is then
-        1.
-        """
+        """Show why an operation does not run, and go on with the others. If it is broken, the exit status is 1."""
         nonlocal failed
         try:
             yield
@@ -143,7 +142,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
             failed = True
             console.print(f"{escape(name)} [bold red]failed:[/] {escape(f'{type(error).__name__}: {error}')}")
 
-    # Compiling, each program on one core, dominates: compile several at once, while the next are traced.
+    # Compilation needs most of the time, on one core per program: compile several at once while others are traced.
     with futures.ThreadPoolExecutor() as pool:
         for name in names:
             with shown(name):
@@ -167,7 +166,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
 
 
 def with_operation(model: CausalLM, name: str, **metadata: Any) -> CausalLM:
-    """A model of the same weights, without a copy, with another operation."""
+    """A model with the same weights, which are not copied, and another operation."""
     given = attnops.OperationMetadata(on_unsupported="error", **metadata)
     other = CausalLM.lazy_init(model.config, operation=name, metadata=given)
     nnx.update(other, nnx.state(model))
@@ -204,9 +203,9 @@ def _table(results: Sequence[DemoResult], reference: dict[str, np.ndarray]) -> T
         title="A language model",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        caption=f"It agrees if the mean log likelihood of transformers' answer differs by at most {TOLERANCE['']:g} "
-        f"({TOLERANCE['int8']:g} in int8) from that in transformers and, without a codec, all {N} tokens are the "
-        f"same. MB are of the caches of all layers.",
+        caption=f"A line agrees if the mean log likelihood of transformers' answer differs by at most "
+        f"{TOLERANCE['']:g} ({TOLERANCE['int8']:g} in int8) from that in transformers and, without a codec, all {N} "
+        f"tokens are the same. MB is the size of the caches of all layers.",
         caption_justify="left",
     )
     for header in ("operation", "cache", "agrees"):

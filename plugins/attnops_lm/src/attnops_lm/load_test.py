@@ -1,6 +1,6 @@
-"""Loads a server as its clients would, and measures what sharing of prefixes gains.
+"""Load tests: requests to a server as clients send them, and the time that shared prefixes save.
 
-``python -m attnops_lm.load_test requests`` sends completions to a server that runs, C at a time;
+``python -m attnops_lm.load_test requests`` sends completions to a running server, C at a time;
 ``python -m attnops_lm.load_test prefix`` times first tokens of requests with one prefix, without a server.
 """
 
@@ -32,8 +32,8 @@ class RequestOutcome:
         prompt: the prompt that was sent.
         text: the text that was received.
         pieces: the number of events with text.
-        first: seconds until the first of them; nan if there was none.
-        total: seconds until the end.
+        first: seconds until the first of these events; nan if there was none.
+        total: seconds until the end of the answer.
         is_cancelled: whether the client closed the connection, after the first event with text.
     """
 
@@ -53,12 +53,12 @@ class LoadReport:
     seconds: float
 
     def agreement(self, alone: dict[str, str]) -> tuple[int, int]:
-        """How many answers, of how many that were not cancelled, equal those of their prompt alone."""
+        """The number of answers that equal ``alone[prompt]``, and the number that were not cancelled."""
         ended = [x for x in self.answers if not x.is_cancelled]
         return sum(x.text == alone[x.prompt] for x in ended), len(ended)
 
     def print(self) -> None:
-        """Requests and pieces of text a second, and the time to first tokens."""
+        """Print requests and pieces of text per second, and the time to first tokens."""
         first = np.array([x.first for x in self.answers if x.pieces])
         ended = sum(not x.is_cancelled for x in self.answers)
         pieces = sum(x.pieces for x in self.answers)
@@ -72,7 +72,7 @@ class LoadReport:
 async def ask(
     client: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, cancel: bool = False
 ) -> RequestOutcome:
-    """One streamed completion; with ``cancel`` closed after its first piece of text."""
+    """Request one streamed completion; if ``cancel``, close it after its first piece of text."""
     begin, first = time.perf_counter(), float("nan")
     pieces: list[str] = []
     stream = await client.completions.create(
@@ -98,14 +98,14 @@ async def load(
     max_tokens: Sequence[int] = (16,),
     cancel_every: int = 0,
 ) -> LoadReport:
-    """Send requests, so many at a time.
+    """Send requests, ``concurrency`` at a time.
 
     Args:
         client: a client of the server.
-        model: its name.
+        model: the model's name.
         prompts: used in turn.
-        requests: how many.
-        concurrency: how many at a time.
+        requests: the number of requests.
+        concurrency: the number of requests at a time.
         max_tokens: the limit of each answer, used in turn.
         cancel_every: every n-th request is closed after its first piece of text; 0: none.
     """
@@ -139,11 +139,11 @@ def first_tokens(engine: Engine, prefix: Sequence[int], ends: Sequence[Sequence[
 
 
 def measure_prefix(engine: Engine, *, requests: int = 16, length: int = 1024) -> dict[bool, list[float]]:
-    """`first_tokens` with and without sharing, of one engine; the prefix is new to it in both.
+    """`first_tokens` by whether the engine shares prefixes; each time with a prefix that is new to it.
 
     Args:
-        engine: idle, with room for requests of ``length`` and 8 tokens.
-        requests: how many.
+        engine: idle, with room for requests of ``length`` + 8 tokens.
+        requests: the number of requests.
         length: tokens of the prefix.
     """
     generator = np.random.default_rng(0)
@@ -169,8 +169,8 @@ async def _requests(url: str, requests: int, concurrency: int, max_tokens: int, 
         )  # fmt: skip
         print(f"{concurrency} at a time: ", end="")
         report.print()
-        same, of = report.agreement({x.prompt: x.text for x in alone.answers})
-        print(f"{same} of {of} answers equal that of their prompt alone")
+        same, ended = report.agreement({x.prompt: x.text for x in alone.answers})
+        print(f"{same} of {ended} answers equal that of their prompt alone")
 
 
 def _prefix(requests: int, length: int, operation: str) -> None:
@@ -184,24 +184,24 @@ def _prefix(requests: int, length: int, operation: str) -> None:
             f"{requests} requests {'share' if sharing else 'do not share'} a prefix of {length} tokens: first tokens "
             f"after {np.mean(seconds):.2f} s (mean), {max(seconds):.2f} s (last)"
         )
-    own, shared = results[False], results[True]
-    print(f"{np.mean(own) / np.mean(shared):.1f} times sooner (mean), {max(own) / max(shared):.1f} times (last)")
+    apart, shared = results[False], results[True]
+    print(f"{np.mean(apart) / np.mean(shared):.1f} times sooner (mean), {max(apart) / max(shared):.1f} times (last)")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one of the two measurements."""
     parser = argparse.ArgumentParser(prog="load_test", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    load_ = kinds.add_parser("requests", help="send completions to a server that runs")
+    load_ = kinds.add_parser("requests", help="send completions to a running server")
     load_.add_argument("--url", default="http://127.0.0.1:8000/v1", help="the address of the server")
     load_.add_argument("-n", "--requests", type=int, default=200, help="the number of requests")
     load_.add_argument("-c", "--concurrency", type=int, default=16, help="requests at a time")
     load_.add_argument("--max-tokens", type=int, default=16, help="the most tokens per answer")
-    load_.add_argument("--cancel-every", type=int, default=0, help="close each so many'th; 0: none")
-    prefix = kinds.add_parser("prefix", help="time first tokens with and without sharing of a prefix")
+    load_.add_argument("--cancel-every", type=int, default=0, help="close every n-th request; 0: none")
+    prefix = kinds.add_parser("prefix", help="time first tokens with and without a shared prefix")
     prefix.add_argument("-n", "--requests", type=int, default=16, help="the number of requests")
     prefix.add_argument("--length", type=int, default=1024, help="tokens of the prefix")
-    prefix.add_argument("--operation", default="flash", help="the attention")
+    prefix.add_argument("--operation", default="flash", help="the attention operation")
     given = parser.parse_args(arguments)
     if given.kind == "prefix":
         _prefix(given.requests, given.length, given.operation)

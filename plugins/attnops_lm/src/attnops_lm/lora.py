@@ -1,7 +1,7 @@
 """Low-rank adaptation of linear layers (Hu et al. 2021, arXiv:2106.09685), by `flax.nnx.LoRA`.
 
 A layer ``x @ kernel`` becomes ``x @ kernel + x @ lora_a @ lora_b``, lora_a [inputs, rank] and lora_b [rank, outputs];
-lora_b begins as zeros. To train these alone, differentiate with respect to `flax.nnx.LoRAParam`.
+lora_b begins as zeros. To train only these, differentiate with respect to `flax.nnx.LoRAParam`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _log = logging.getLogger(__name__)
 def apply(
     model: Model, lora_rank: int, lora_pattern: str | None = None, verbose: bool = False, rngs: nnx.Rngs | None = None
 ) -> Model:
-    """A copy with low-rank matrices added to linear layers; its output is the model's until they are trained.
+    """A copy with low-rank matrices added to linear layers; before they are trained, the output does not change.
 
     Args:
         model: the model, which is not changed; the copy shares its arrays.
         lora_rank: 1 or more.
         lora_pattern: a regular expression of the layers' paths, such as ``attention.(q|v)$``; None: all linear layers
-            but the head.
+            except the head.
         verbose: whether each layer is logged.
         rngs: the random numbers of lora_a; None: seed 0.
 
@@ -61,12 +61,14 @@ def apply(
 
     result = with_modules(model, (Linear, QuantizedLinear), wrap)
     if not has_lora(result):
-        raise ValueError(f"lora_pattern={lora_pattern!r} matches no linear layer; paths are as layers.0.attention.q")
+        raise ValueError(
+            f"lora_pattern={lora_pattern!r} matches no linear layer; a path is, for example, layers.0.attention.q"
+        )
     return result
 
 
 def split(model: nnx.Module) -> dict[str, Any]:
-    """The low-rank matrices alone, nested dicts; empty for a model without LoRA."""
+    """Only the low-rank matrices, in nested dicts; empty for a model without LoRA."""
     return components(nnx.to_pure_dict(nnx.state(model, nnx.Param)))["lora_params"]
 
 
@@ -83,7 +85,7 @@ def unwrap(model: Model, verbose: bool = False) -> Model:
         verbose: whether each layer is logged.
 
     Raises:
-        ValueError: a quantised layer, whose kernel can't take the product without rounding it.
+        ValueError: a layer is quantised: its kernel would round the product.
     """
 
     def unwrapped(path: str, layer: nnx.LoRA) -> nnx.Module:

@@ -18,10 +18,10 @@ class LossConfig:
     Attributes:
         ignore_index: labels with this value are ignored.
         label_smoothing: the share of the target that is spread evenly over all classes, at least 0 and below 1.
-        z_loss: the weight of the squared logarithm of the softmax's sum, which is added (Chowdhery et al. 2022,
-            arXiv:2204.02311, 5).
-        reduction: mean over the labels that count, or their sum.
-        shift_labels: whether ``labels[t]`` is the token at t, predicted at t − 1; else it is what is predicted at t.
+        z_loss: the weight with which the squared logarithm of the softmax's sum is added (Chowdhery et al. 2022,
+            arXiv:2204.02311, section 5).
+        reduction: "mean" over the labels that are not ignored, or their "sum".
+        shift_labels: whether ``labels[t]`` is the token at t, predicted at t − 1; else it is the token predicted at t.
     """
 
     ignore_index: int = IGNORED
@@ -38,19 +38,19 @@ class LossConfig:
 
 
 class LossMetrics(NamedTuple):
-    """What `compute_loss` measures; scalars, float32."""
+    """The results of `compute_loss`; float32 scalars."""
 
     loss: jax.Array  # to be minimised, z_loss included
-    z_loss: jax.Array  # its part of the loss
+    z_loss: jax.Array  # the z-loss's term of ``loss``
     accuracy: jax.Array  # the share of labels that have the greatest logit
-    weight_sum: jax.Array  # the number of labels that count
+    weight_sum: jax.Array  # the number of labels that are not ignored
 
 
 def config_of(config: LossConfig | None, kwargs: dict[str, Any] | None) -> LossConfig:
     """The config with these fields replaced.
 
     Raises:
-        ValueError: a field that there is not.
+        ValueError: `LossConfig` has no such field.
     """
     config = LossConfig() if config is None else config
     names = [field.name for field in dataclasses.fields(config)]
@@ -68,14 +68,14 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, config: LossConfig) -> L
         config: ignored labels, smoothing, z-loss and reduction.
 
     Returns:
-        The metrics; zeros where no label counts.
+        The metrics; zeros if all labels are ignored.
 
     Raises:
-        ValueError: labels of another shape, or that are not integers.
+        ValueError: labels are not integers [...].
     """
     if labels.shape != logits.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
-            f"labels={labels.dtype} {labels.shape} must be integers {logits.shape[:-1]}, as the logits are"
+            f"labels={labels.dtype} {labels.shape} must be integers {logits.shape[:-1]}, one for each of the logits"
         )
     logits = logits.astype(jnp.float32)
     counts = (labels != config.ignore_index).astype(jnp.float32)
@@ -105,13 +105,13 @@ def next_tokens(
         labels: integers [B, T]: the tokens themselves, or with ``shift_labels=False`` the token after each.
         attention_mask: [B, T], 0 for padding: it neither predicts nor is predicted.
         segment_ids: integers [B, T]: the last token of a document predicts nothing.
-        config: None: the default.
+        config: whether labels are shifted, and which are ignored; None: the default.
 
     Returns:
         Integers [B, T]; ``config.ignore_index`` where nothing is predicted.
 
     Raises:
-        ValueError: labels that are not [B, T].
+        ValueError: labels are not [B, T].
     """
     if labels.ndim != 2:
         raise ValueError(f"labels={labels.dtype} {labels.shape} must be integers [B, T], a token each")

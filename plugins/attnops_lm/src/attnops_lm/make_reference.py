@@ -21,7 +21,7 @@ QUESTION = "Tell me about the history of Paris."
 
 
 def main() -> None:
-    """Compute and write."""
+    """Compute the reference and write the file."""
     path = smollm2_path()
     tokenizer = load_tokenizer()
     model = transformers.AutoModelForCausalLM.from_pretrained(

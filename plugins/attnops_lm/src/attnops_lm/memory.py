@@ -11,8 +11,8 @@ import sys
 def release_memory() -> None:
     """Give memory that nothing uses back to the system.
 
-    XLA's compiler frees hundreds of MB per program, and the reading of weights as much; glibc keeps them for later
-    allocations, of which a server makes none of that size.
+    XLA's compiler frees hundreds of MB per program, and so does the reading of weights. glibc keeps that memory for
+    later allocations, but a server makes none of that size.
     """
     gc.collect()
     if sys.platform == "linux":

@@ -15,7 +15,7 @@ from flax import nnx
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import KeyPadding, Mask, Segments
 from attnops_caches import Cache, Rows
-from attnops_lm.caching import Caching, with_one_length, with_own_arrays
+from attnops_lm.caching import Caching, with_one_length, without_shared_arrays
 from attnops_lm.config import Config
 from attnops_lm.dtypes import floating
 from attnops_lm.generation import Generation
@@ -29,7 +29,7 @@ Caches = tuple[Cache, ...]
 
 
 class CausalLMOutput(NamedTuple):
-    """What `CausalLM` returns."""
+    """The output of a `CausalLM`."""
 
     logits: jax.Array  # float32 [B, T, V], or [B, n, V] with logits_at
     past_key_values: Caches | None  # with the tokens appended, one per layer
@@ -37,7 +37,7 @@ class CausalLMOutput(NamedTuple):
 
 
 class SequenceClassifierOutput(NamedTuple):
-    """What `SequenceClassifier` returns."""
+    """The output of a `SequenceClassifier`."""
 
     logits: jax.Array  # float32 [B, C]
     last_hidden_state: jax.Array  # [B, T, M], normalised
@@ -85,7 +85,7 @@ class Decoder(nnx.Module):
         rows: Rows | None = None,
         mask: Mask | None = None,
     ) -> tuple[jax.Array, Caches | None]:
-        """Hidden states [B, T, M] and the caches. See `CausalLM.__call__`."""
+        """Hidden states [B, T, M] and the caches; the arguments are those of `CausalLM.__call__`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give one of input_ids and inputs_embeds, not both or neither")
         if past_key_values is not None and (attention_mask is not None or segment_ids is not None):
@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
             cache = None if shared is None else shared[i]
             x, cache = layer(x, tables[self.config.layer_types[i]], mask, cache, query_lengths, rows)
             if cache is not None and past_key_values is not None:
-                caches.append(with_own_arrays(cache, past_key_values[i]))
+                caches.append(without_shared_arrays(cache, past_key_values[i]))
         return self.norm(x), tuple(caches) if past_key_values is not None else None
 
 
@@ -132,9 +132,9 @@ def _checked(*given: Any) -> tuple[jax.Array | None, ...]:
         raise ValueError(f"input_ids are {ids.dtype} {ids.shape}, but must be integers [B, T]")
     if embeds is not None and embeds.ndim != 3:
         raise ValueError(f"inputs_embeds have shape {embeds.shape}, but must be [B, T, M]")
-    found = embeds if ids is None else ids
-    assert found is not None
-    tokens = found.shape[:2]
+    given_tokens = embeds if ids is None else ids
+    assert given_tokens is not None
+    tokens = given_tokens.shape[:2]
     for name, x in (("attention_mask", mask), ("segment_ids", segments)):
         if x is not None and x.shape != tokens:
             raise ValueError(f"{name} has shape {x.shape}, but must have that of the tokens, {tokens}")
@@ -172,9 +172,9 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
 
     Args:
         config: sizes and choices; `Config.family` says how checkpoints name them.
-        operation: the attention, any name that `OperationRegistry` knows.
-        metadata: the metadata of the operation; None: what it does not support is an error.
-        dtype: the dtype of the weights and of what is computed; `to_dtype` changes it.
+        operation: the name of the attention operation, any that `OperationRegistry` knows.
+        metadata: the metadata of the operation; None: calls that it does not support raise.
+        dtype: the dtype of the weights and of the computation; `to_dtype` changes it.
         rngs: the random numbers of the initial weights; None: seed 0.
     """
 
@@ -199,20 +199,20 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
 
         Args:
             input_ids: integers [B, T]; [1, N] with ``rows``.
-            logits_at: integers [B, n], [1, n] with ``rows``: of which tokens logits are computed; None: all.
-            **options: inputs_embeds: [B, T, M], in place of input_ids; already scaled, where a family scales its table.
-                attention_mask: [B, T], 0 for padding, left or right; without caches alone.
+            logits_at: integers [B, n], [1, n] with ``rows``: the tokens whose logits are computed; None: all.
+            **options: inputs_embeds: [B, T, M], in place of input_ids; already scaled, if the family scales embeddings.
+                attention_mask: [B, T], 0 for padding, left or right; only without caches.
                 position_ids: integers [B, T]; None: counted from each sequence's first token.
-                segment_ids: integers [B, T], documents that are packed into a row; without caches alone.
+                segment_ids: integers [B, T], documents that are packed into a row; only without caches.
                 past_key_values: one cache per layer; the T tokens are appended, and attend to all tokens that it holds.
-                query_lengths: integers [B]: the first ``query_lengths[b]`` tokens of row b are real; with caches alone.
+                query_lengths: integers [B]: the first ``query_lengths[b]`` tokens of row b are real; only with caches.
                 rows: an `attnops_caches.Rows`, if tokens of several rows of the caches are packed in one row.
-                mask: what else hides keys, such as `attnops.masks.Ancestors` for drafted trees.
+                mask: a mask that hides more keys, such as `attnops.masks.Ancestors` for drafted trees.
 
         Memory: logits are float32, B · T · V · 4 bytes without ``logits_at``.
 
         Raises:
-            ValueError: options that exclude each other, or don't fit the tokens, or caches of another number of layers.
+            ValueError: options exclude each other or do not fit the tokens, or there is not one cache per layer.
         """
         hidden, caches = self.hidden(input_ids, **options)
         x = hidden if logits_at is None else jnp.take_along_axis(hidden, jnp.asarray(logits_at)[..., None], axis=1)
@@ -251,14 +251,14 @@ class SequenceClassifier(Decoder, Pretrained, ClassifierProtocol):
     def __call__(
         self, input_ids: jax.Array | None = None, *, attention_mask: jax.Array | None = None, **options: Any
     ) -> SequenceClassifierOutput:
-        """The logits of the classes, float32 [B, C]. See `CausalLM.__call__` for the arguments.
+        """The logits of the classes, float32 [B, C]; the arguments are those of `CausalLM.__call__` without caches.
 
         Raises:
             ValueError: past_key_values are given.
         """
         if options.get("past_key_values") is not None:
             raise ValueError(
-                "past_key_values are given, but a classifier reads a whole sequence in one call: leave out"
+                "past_key_values are given, but a classifier reads a whole sequence in one call: leave them out"
             )
         hidden, _ = self.hidden(input_ids, attention_mask=attention_mask, **options)
         B, T, _ = hidden.shape

@@ -34,7 +34,7 @@ class Origin:
         return hash(Origin)
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Write its tokenizer, if it has one, into a directory that exists; warn if the origin is gone."""
+        """Write the model's tokenizer, if there is one, into an existing directory; warn if the origin is gone."""
         if self.path is None:
             return
         if not self.path.exists():

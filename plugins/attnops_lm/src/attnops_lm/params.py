@@ -23,7 +23,7 @@ def copied(model: Model) -> Model:
 
 
 def with_values(model: Model, change: Callable[[str, Any], Any], kind: Any = nnx.Variable) -> Model:
-    """A copy of the model.
+    """A copy of the model with the values of some variables changed.
 
     Args:
         model: the model, which is not changed; the copy shares the other values.
@@ -40,15 +40,15 @@ def by_path(state: Any) -> dict[str, Any]:
     """The values of a state or of nested dicts, by their paths."""
     if isinstance(state, nnx.State):
         state = nnx.to_pure_dict(state)
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in state.items():
-        nested = by_path(value) if isinstance(value, Mapping) else {"": value}
-        found |= {f"{key}.{path}".rstrip("."): x for path, x in nested.items()}
-    return found
+        inner = by_path(value) if isinstance(value, Mapping) else {"": value}
+        flat |= {f"{key}.{path}".rstrip("."): x for path, x in inner.items()}
+    return flat
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by their paths, as the nested dicts of `nnx.to_pure_dict`: numbers are integers."""
+    """Values by their paths, as nested dicts in the form of `nnx.to_pure_dict`: numbers in paths are integer keys."""
     result: dict[Any, Any] = {}
     for path, value in flat.items():
         *parents, last = (int(part) if part.isdigit() else part for part in path.split("."))
@@ -65,10 +65,10 @@ def merged(model: Model, values: Mapping[str, Any], kind: Any = nnx.Param) -> Mo
     Args:
         model: the model, which is not changed.
         values: arrays by path, nested dicts, or a state; parameters that are not in it are kept.
-        kind: which variables it may name.
+        kind: the kind of the variables.
 
     Raises:
-        ValueError: a path that the model does not have, or another shape.
+        ValueError: the model has no variable at a path, or one of another shape.
     """
     new = by_path(values)
     old = by_path(nnx.state(model, kind))
@@ -81,7 +81,7 @@ def merged(model: Model, values: Mapping[str, Any], kind: Any = nnx.Param) -> Mo
 
 
 def components(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Parameters in two parts: ``{"params": …, "lora_params": …}``, each nested dicts; see `merged`."""
+    """Parameters in two parts, ``{"params": …, "lora_params": …}``, each nested dicts that `merged` accepts."""
     flat = by_path(params)
     lora = {path for path in flat if path.endswith((".lora_a", ".lora_b"))}
     return {
@@ -95,12 +95,12 @@ def with_modules(model: Model, kind: Any, replacement: Callable[[str, Any], nnx.
 
     Args:
         model: the model, which is not changed.
-        kind: the class of modules that are offered, or several.
-        replacement: a function from a path and its module to the new module, or None to keep it.
+        kind: the class of the modules, or several classes.
+        replacement: a function from a path and its module to the new module, or to None to keep the module.
     """
     model = copied(model)
-    found = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, kind)]
-    for path, module in found:
+    chosen = [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, kind)]
+    for path, module in chosen:
         new = replacement(path_of(path), module)
         if new is None:
             continue
@@ -119,7 +119,7 @@ def bytes_of(model: nnx.Module) -> int:
 def placed(value: Any, sharding: jax.sharding.Sharding | None) -> Any:
     """An array, or a `jax.ShapeDtypeStruct`, with this sharding.
 
-    An array of this process alone may get a sharding over several processes, all of which have the same array.
+    An array that each process has may get a sharding over several processes, if it is the same in all of them.
     """
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)

@@ -23,7 +23,7 @@ class Pretrained:
 
     @classmethod
     def head_options(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the class that a Hugging Face ``config.json`` has, beyond a `Config`."""
+        """The class's arguments, besides the `Config`, that are read from a Hugging Face ``config.json``."""
         return {}
 
     @classmethod
@@ -38,7 +38,7 @@ class Pretrained:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], **options: Any) -> Self:
-        """A model from a directory in Hugging Face's format, see `attnops_lm.checkpoint.load`."""
+        """Load a model from a directory in Hugging Face's format, with the options of `attnops_lm.checkpoint.load`."""
         return checkpoint.load(cls, pretrained_model_name_or_path, **options)  # type: ignore[arg-type, return-value]
 
     def save_pretrained(
@@ -50,14 +50,14 @@ class Pretrained:
         float_dtype: Any = None,
         step: int | None = None,
     ) -> None:
-        """Write a directory that `from_pretrained`, the server and transformers read; see `checkpoint.save`.
+        """Write the model to a directory that `from_pretrained`, the server and transformers can read.
 
         Args:
-            save_directory: made if it does not exist.
+            save_directory: the directory; it is created if it does not exist.
             push_to_hub: must be False: nothing is sent anywhere.
             token: must be None, for the same reason.
-            gather_fns: by a weight's path, such as ``layers.0.mlp.up.kernel``, a function that makes it whole. Not
-                needed on one process; over several, see `gather_model`.
+            gather_fns: by a weight's path, such as ``layers.0.mlp.up.kernel``, a function that gathers its shards. Not
+                needed on one process; over several, `gather_model` does the same.
             float_dtype: the float dtype of the weights in the file, of at least 16 bits; None: as they are.
             step: if given, the directory is ``checkpoint-{step}`` in ``save_directory``.
 

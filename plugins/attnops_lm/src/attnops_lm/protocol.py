@@ -55,7 +55,7 @@ class Parameters:
         return self.graphstate
 
     def merge_params(self: Model, tree: nnx.State[Any, Any] | Inputs) -> Self:
-        """A copy with these parameters; those that ``tree`` does not have are kept.
+        """A copy with these parameters; parameters that ``tree`` does not have are kept.
 
         Raises:
             ValueError: the model has no parameter at a path, or one of another shape.
@@ -71,31 +71,34 @@ class Parameters:
         return components(nnx.to_pure_dict(self.graphstate) if params_dict is None else params_dict)
 
     def merge_params_dict(self: Model, params_dict: Inputs) -> Self:
-        """A copy with these parameters, see `merge_params`.
+        """A copy with these parameters; parameters that ``params_dict`` does not have are kept.
 
         Args:
-            params_dict: nested dicts, such as a part of `split_params_dict`, or arrays by path; may be some of them.
+            params_dict: nested dicts, such as a part of `split_params_dict`, or arrays by path.
+
+        Raises:
+            ValueError: as `merge_params`.
         """
         return merged(self, params_dict)
 
     def to_dtype(self: Model, dtype: Any) -> Self:
-        """A copy with parameters in another dtype, and computed in it. See `attnops_lm.dtypes.to_dtype`."""
+        """A copy that stores its parameters and computes in another dtype. See `attnops_lm.dtypes.to_dtype`."""
         return dtypes.to_dtype(self, dtype)
 
     def half(self: Model, change_runtime_dtype: bool = True) -> Self:
-        """A copy in float16, and computed in it unless ``change_runtime_dtype`` is False."""
+        """A copy with parameters in float16; it also computes in float16 unless ``change_runtime_dtype`` is False."""
         return dtypes.to_dtype(self, jnp.float16, change_runtime_dtype)
 
     def float(self: Model, change_runtime_dtype: bool = True) -> Self:
-        """A copy in float32, and computed in it unless ``change_runtime_dtype`` is False."""
+        """A copy with parameters in float32; it also computes in float32 unless ``change_runtime_dtype`` is False."""
         return dtypes.to_dtype(self, jnp.float32, change_runtime_dtype)
 
     def shard_model(self: Model, partition_rules: PartitionRules | None = None, mesh: Mesh | None = None) -> Self:
-        """A copy sharded over a mesh. See `attnops_lm.sharding.shard`."""
+        """A copy with parameters sharded over a mesh. See `attnops_lm.sharding.shard`."""
         return sharding.shard(self, partition_rules, mesh)
 
     def gather_model(self: Model, partition_rules: PartitionRules | None = None, mesh: Mesh | None = None) -> Self:
-        """A copy that is whole on every device. See `attnops_lm.sharding.gather`."""
+        """A copy with all parameters on every device. See `attnops_lm.sharding.gather`."""
         return sharding.gather(self, partition_rules, mesh)
 
     @property
@@ -118,7 +121,7 @@ class Adaptation:
         return lora.apply(self, lora_rank, lora_pattern, verbose, rngs)
 
     def split_lora_params(self: Model) -> dict[str, Any]:
-        """The low-rank matrices alone, nested dicts, such as to store them."""
+        """The low-rank matrices alone, in nested dicts, for example to save them."""
         return lora.split(self)
 
     def merge_lora_params(self: Model, pytree: Inputs) -> Self:
@@ -146,7 +149,7 @@ class Calls:
         """The arguments of a call: None left out, lists and NumPy arrays converted.
 
         Raises:
-            ValueError: an argument that the model does not take.
+            ValueError: the model has no such argument.
         """
         names = {
             name
@@ -155,7 +158,7 @@ class Calls:
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD
         }
         if unknown := sorted(set(kwargs) - names):
-            raise ValueError(f"{type(self).__name__} takes no argument {unknown[0]!r}; it takes {sorted(names)}")
+            raise ValueError(f"{type(self).__name__} has no argument {unknown[0]!r}; use some of {sorted(names)}")
 
         def converted(value: Any) -> Any:
             return jnp.asarray(value) if isinstance(value, (list, np.ndarray)) else value
@@ -175,7 +178,7 @@ class Protocol(Parameters, Adaptation, Calls):
 
     @property
     def transform_fn(self: Model) -> Callable[[Inputs], dict[str, Any]]:
-        """From a transformers model's ``state_dict()`` to what `merge_params_dict` takes."""
+        """A function that converts a transformers model's ``state_dict()`` to the argument of `merge_params_dict`."""
         return functools.partial(torch_model.from_torch, self)
 
     @property
@@ -220,12 +223,13 @@ class CausalLMProtocol(Protocol):
 
         Args:
             input_ids: integers [B, T].
-            labels: integers [B, T], the tokens themselves, −100 where none is to be predicted; None: ``input_ids``.
+            labels: integers [B, T], the tokens themselves (not shifted), −100 for tokens that are not to be predicted;
+                None: ``input_ids``.
             inputs_embeds: in place of input_ids.
             attention_mask: [B, T], 0 for padding: it neither predicts nor is predicted.
             mask_info: an `attnops.masks.Mask` that hides more keys.
             position_ids: integers [B, T]; None: counted from each sequence's first token.
-            segment_ids: integers [B, T]: the last token of a document predicts nothing.
+            segment_ids: integers [B, T], the document of each token; the last token of a document predicts nothing.
             past_key_values: one cache per layer, to which the T tokens are appended; the loss is that of the T tokens.
             cache_metadata: must be None: caches know their sizes.
             output_attentions: must not be True: attention weights are not computed.
@@ -237,12 +241,13 @@ class CausalLMProtocol(Protocol):
             A `CausalLMOutput` and the metrics.
 
         Raises:
-            ValueError: an argument that must not be given, no labels with ``inputs_embeds``, or those of another shape.
+            ValueError: an argument that must not be given, ``inputs_embeds`` without labels, or labels that are not
+                integers [B, T].
         """
         refuse(cache_metadata, output_attentions, output_hidden_states)
         labels = input_ids if labels is None else labels
         if labels is None:
-            raise ValueError("labels=None takes input_ids as labels, but input_ids=None; give one of them")
+            raise ValueError("labels=None uses input_ids as labels, but input_ids=None; give one of them")
         config = config_of(loss_config, loss_kwargs)
         inputs = self.prepare_inputs_for_call(
             input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, mask=mask_info,
@@ -320,6 +325,6 @@ def refuse(cache_metadata: Any, output_attentions: bool | None, output_hidden_st
     if cache_metadata is not None:
         raise ValueError("cache_metadata must be None: caches know their sizes; give past_key_values")
     if output_attentions:
-        raise ValueError("output_attentions=True is not supported: attention does not make its weights")
+        raise ValueError("output_attentions=True is not supported: attention weights are not computed")
     if output_hidden_states:
         raise ValueError("output_hidden_states=True is not supported; the output has last_hidden_state")

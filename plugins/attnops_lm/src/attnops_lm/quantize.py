@@ -89,7 +89,7 @@ def quantize(
 
     Args:
         model: the model, which is not changed.
-        quantization_config: None: 8 bits, weights alone.
+        quantization_config: what is quantised; None: weights only, to 8 bits.
         quantize_tensors: True: weights are stored as integers, to run. False: they stay as they are, and each call
             quantises weights and inputs, with gradients as if it did not, to train for quantisation.
         verbose: whether the memory before and after is logged; None: not.
@@ -107,7 +107,9 @@ def quantize(
         if not pattern.search(path):
             return None
         if isinstance(layer, QuantizedLinear):
-            raise ValueError(f"{path} is {layer.qtype} already, and would be rounded twice; quantise the model it was")
+            raise ValueError(
+                f"{path} is {layer.qtype} already, and would be rounded twice; quantise the original model"
+            )
         count += 1
         if quantize_tensors:
             return QuantizedLinear(layer, config)
@@ -116,7 +118,9 @@ def quantize(
 
     result = with_modules(model, (Linear, QuantizedLinear), quantized)
     if not count:
-        raise ValueError(f"pattern={config.pattern!r} matches no linear layer; paths are as layers.0.attention.q")
+        raise ValueError(
+            f"pattern={config.pattern!r} matches no linear layer; a path is, for example, layers.0.attention.q"
+        )
     if verbose:
         _log.warning("%d layers quantised, %d bytes before, %d after", count, bytes_of(model), bytes_of(result))
     return result
@@ -125,17 +129,18 @@ def quantize(
 def get_dot_general_by_bits(
     bits: int | None = None, mode: Literal["train", "serve", "eval", "convert"] = "train"
 ) -> dict[str, Callable[[], DotGeneral]]:
-    """``{"dot_general_cls": …}``, what makes a `jax.lax.dot_general` whose operands are quantised; {} for bits None.
+    """``{"dot_general_cls": f}``, where ``f()`` is a `jax.lax.dot_general` that quantises its operands; {} for bits
+    None.
 
-    The dict's entry is an argument of `flax.linen.Dense`; ``dot_general_cls()`` one of `flax.nnx.Linear`, and may be
-    set as `Linear.dot_general`. Each operand has a scale per row or column of the product.
+    ``f`` is an argument of `flax.linen.Dense`; ``f()`` is an argument of `flax.nnx.Linear`, and may be set as
+    `Linear.dot_general`. Each operand has a scale per row or column of the product.
 
     Args:
         bits: 2 to 8, of both operands.
-        mode: train: the two products of the backward pass are quantised too; serve and eval: they are not.
+        mode: "train": the two products of the backward pass are quantised too; "serve" and "eval": they are not.
 
     Raises:
-        ValueError: the mode is convert, which would store weights, or is unknown.
+        ValueError: the mode is "convert", which would store weights, or is unknown.
     """
     if mode == "convert":
         raise ValueError("mode='convert' stores weights, which a dot_general can't; use model.quantize()")
@@ -144,11 +149,11 @@ def get_dot_general_by_bits(
     if bits is None:
         return {}
     _check_bits(bits)
-    return {"dot_general_cls": functools.partial(_dot_general_of, bits, bits if mode == "train" else None)}
+    return {"dot_general_cls": functools.partial(_make_dot_general, bits, bits if mode == "train" else None)}
 
 
 @functools.cache
-def _dot_general_of(bits: int, backward_bits: int | None) -> DotGeneral:
+def _make_dot_general(bits: int, backward_bits: int | None) -> DotGeneral:
     def dot_general(
         lhs: jax.Array,
         rhs: jax.Array,

@@ -219,7 +219,7 @@ def _head_dim(config: object) -> int:
 
 
 def _one_number(name: str, value: Any) -> float:
-    """A number, or a list that gives the same one for each layer.
+    """A config's number; if it is a list, it must have the same number for each layer.
 
     Raises:
         ValueError: it varies by layer, or is not a number.

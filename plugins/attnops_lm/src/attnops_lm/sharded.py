@@ -1,4 +1,4 @@
-"""A model sharded over processes: its logits, with caches and without, and generated tokens, against one device's.
+"""Compares a model sharded over processes with one device: logits, with and without caches, and generated tokens.
 
 On each of two hosts (on a cluster that JAX knows, such as a TPU pod or Slurm, all three options can be left out)::
 
@@ -27,7 +27,7 @@ BOUND = 2e-5
 
 
 def main() -> int:
-    """Run and compare."""
+    """Run, compare and print the error; the exit status is 1 if it exceeds `BOUND`."""
     options = _options()
     jax.distributed.initialize(options.coordinator, options.processes, options.index)
     mesh = create_mesh((-1, 2), ("dp", "tp"))
@@ -46,23 +46,23 @@ def main() -> int:
             error = np.abs(np.asarray(part.data) - expected[part.index]).max() / np.abs(expected).max()
             worst = float(np.maximum(worst, error))
     whole = sharded.gather_model()
-    for found, given in zip(jax.tree.leaves(nnx.state(whole)), jax.tree.leaves(nnx.state(model)), strict=True):
-        assert np.array_equal(np.asarray(found), np.asarray(given))
+    for gathered, given in zip(jax.tree.leaves(nnx.state(whole)), jax.tree.leaves(nnx.state(model)), strict=True):
+        assert np.array_equal(np.asarray(gathered), np.asarray(given))
     assert np.array_equal(sharded.generate(ids, max_new_tokens=4).tokens, tokens)
     who = f"process {jax.process_index()} of {jax.process_count()}"
-    print(f"{who}, {jax.device_count()} devices: {worst:.1e} from one device", flush=True)
+    print(f"{who}, {jax.device_count()} devices: error {worst:.1e} relative to one device", flush=True)
     return int(not worst <= BOUND)
 
 
 def _logits(model: Any, ids: np.ndarray, shardings: Any) -> tuple[jax.Array, jax.Array]:
-    """The logits of all tokens without caches, and of the prompt in one call with them."""
+    """The logits of all tokens, without caches, and with empty caches to which they are appended in one call."""
     graphdef, state = nnx.split(model)
     caches = model.init_cache(B, S, shardings=shardings)
 
     @jax.jit
     def both(state: Any, caches: Any) -> tuple[jax.Array, jax.Array]:
-        made = nnx.merge(graphdef, state)
-        return made(ids).logits, made(ids, past_key_values=caches).logits
+        merged = nnx.merge(graphdef, state)
+        return merged(ids).logits, merged(ids, past_key_values=caches).logits
 
     return both(state, caches)
 

@@ -28,7 +28,7 @@ Model = TypeVar("Model", bound="Decoder")
 Rule = P | Callable[[Any], P]
 PartitionRules = Mapping[str, Rule] | Mapping[tuple[str, ...], Rule] | Iterable[tuple[str, Rule]]
 
-# Weights are sharded over tp so that each layer sums over devices twice: after o, and after down. fsdp shards the other
+# tp shards weights such that each layer sums over devices only twice: after o, and after down. fsdp shards the other
 # dimension. ``base_module`` is a linear layer that LoRA wraps; qvalue and scale are a quantised kernel.
 _KERNEL = r"(base_module\.)?(kernel|qvalue|scale)$"
 DEFAULT_RULES: tuple[tuple[str, Rule], ...] = (
@@ -54,8 +54,8 @@ DEFAULT_RULES: tuple[tuple[str, Rule], ...] = (
 def shard(model: Model, partition_rules: PartitionRules | None = None, mesh: Mesh | None = None) -> Model:
     """A copy whose parameters are sharded over a mesh, and whose attention runs on it.
 
-    With several processes each has the same model, and the mesh has the devices of all of them. In a `lazy_init` model
-    the shapes get shardings, so that loading a checkpoint never puts all weights on one device.
+    With several processes, each holds the same model, and the mesh has the devices of all of them. In a `lazy_init`
+    model the shapes get shardings, so that loading a checkpoint never puts all weights on one device.
 
     Args:
         model: the model, which is not changed.
@@ -79,7 +79,7 @@ def shard(model: Model, partition_rules: PartitionRules | None = None, mesh: Mes
 
 
 def gather(model: Model, partition_rules: PartitionRules | None = None, mesh: Mesh | None = None) -> Model:
-    """A copy whose parameters are whole on every device of the mesh, such as to be saved.
+    """A copy with all parameters on every device of the mesh, for example to save them.
 
     Args:
         model: the model, which is not changed.
@@ -109,7 +109,7 @@ def shardings(model: nnx.Module) -> dict[str, Any]:
 
 
 def with_metadata(model: Model, **changes: Any) -> Model:
-    """The model itself with other fields of its operation's metadata."""
+    """Change fields of the operation's metadata in place, and return the same model."""
     model.metadata = dataclasses.replace(model.metadata, **changes)
     operation: Any = OperationRegistry.create(model.operation_name, model.metadata)
     for layer in model.layers:

@@ -24,12 +24,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def small(family: str = "llama", operation: str = "flash", seed: int = 0, **changes: Any) -> CausalLM:
-    """A model of two layers, 96 tokens and random weights, whose logits are of the order of 3.
+    """A model with two layers, a vocabulary of 96 and random weights, whose logits have a magnitude of about 3.
 
     Args:
-        family: "llama"; "mistral", with a window of 8 in every layer; "gemma2", in every other layer; or "gpt_oss",
-            with sinks.
-        operation: the attention.
+        family: "llama"; "mistral", with a window of 8 in every layer; "gemma2", with one in every other layer; or
+            "gpt_oss", with sinks.
+        operation: the name of the attention operation.
         seed: the seed of the weights.
         **changes: fields of a Hugging Face config.
     """

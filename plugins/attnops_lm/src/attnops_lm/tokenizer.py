@@ -43,7 +43,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, fields: Mapping[str, Any]) -> Tokenizer:
-        """From the fields of a GGUF file whose tokenizer is byte-level BPE with single digits, as SmolLM's."""
+        """From the fields of a GGUF file whose tokenizer is byte-level BPE with single digits, such as SmolLM's."""
         if (kind := fields["tokenizer.ggml.pre"]) != "smollm":
             raise ValueError(f"tokenizer.ggml.pre={kind!r} must be 'smollm'; others split text in another way")
         tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
@@ -90,7 +90,7 @@ class Tokenizer:
         return cls(backend, template, special, eos_ids)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the files that `from_pretrained` and transformers read, in a directory that exists."""
+        """Write the files that `from_pretrained` and transformers read into an existing directory."""
         directory = Path(directory)
         self.backend.save(str(directory / TOKENIZER))
         names = {"unknown_token": "unk_token"}  # GGUF's
@@ -110,22 +110,22 @@ class Tokenizer:
             add_special_tokens: whether to add the tokens with which the tokenizer begins a text. Chat templates contain
                 them already.
         """
-        # A batch of one: unlike ``encode`` it lets other threads run.
+        # ``encode_batch`` lets other threads run, unlike ``encode``.
         return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens; bytes that are not whole characters become U+FFFD."""
+        """The text of tokens; incomplete characters become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The text of a conversation of ``{"role": …, "content": …}``, up to where the model answers.
+        """The text of a conversation of ``{"role": …, "content": …}``, up to the beginning of the model's answer.
 
         Raises:
             ValueError: the model has no chat template.
             jinja2.TemplateError: the template refuses the conversation, such as roles that do not alternate.
         """
         if self.template is None:
-            raise ValueError("the model has no chat template; encode a text of your own")
+            raise ValueError("the model has no chat template; encode your own text")
         # The functions that templates may use, as in transformers.
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

@@ -1,4 +1,4 @@
-"""Weights to and from a transformers model in PyTorch. Both are imported only by these functions."""
+"""Weights to and from a transformers model in PyTorch. Only these functions import torch and transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def to_torch(model: Decoder, loader: Any) -> Any:
-    """A transformers model with the weights of this one, on the CPU, in its dtype.
+    """A transformers model with the weights and the dtype of this one, on the CPU.
 
     Args:
         model: without LoRA or quantised layers.
@@ -25,7 +25,7 @@ def to_torch(model: Decoder, loader: Any) -> Any:
 
     Raises:
         ModuleNotFoundError: torch or transformers is not installed.
-        ValueError: a layer that transformers' model does not have: one with LoRA, or quantised.
+        ValueError: the model has a layer with LoRA or a quantised one, which transformers' model can't have.
     """
     import torch
     from transformers import AutoConfig
@@ -39,7 +39,7 @@ def to_torch(model: Decoder, loader: Any) -> Any:
     for weight in mapping(model):
         value = param_of(model, weight.path)[...]
         value = value.swapaxes(-1, -2) if weight.swapped else value
-        host = np.ascontiguousarray(jax.device_get(value).astype(np.float32))  # NumPy has no bfloat16 for torch
+        host = np.ascontiguousarray(jax.device_get(value).astype(np.float32))  # torch reads no bfloat16 of NumPy
         state[weight.name] = torch.from_numpy(host)
     result = result.to(getattr(torch, model.embed[...].dtype.name))
     missing, unexpected = result.load_state_dict(state, strict=False)
@@ -54,13 +54,13 @@ def from_torch(model: Decoder, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a transformers model's ``state_dict()``, nested dicts for `merge_params_dict`.
 
     Args:
-        model: whose config, dtype and names; weights are not used, so it may be from `lazy_init`.
+        model: gives config, dtype and names; its weights are not used, so that it may be from `lazy_init`.
         state_dict: tensors or arrays, by transformers' names. The head of a tied model is not read.
 
     Raises:
         ValueError: a weight is missing, or has another shape than the model's.
     """
-    found = {}
+    params = {}
     for weight in mapping(model):
         if weight.name not in state_dict:
             raise ValueError(f"the state dict has no {weight.name}, which {weight.path} is read from")
@@ -70,5 +70,5 @@ def from_torch(model: Decoder, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         old = param_of(model, weight.path)
         if value.shape != tuple(old.shape):
             raise ValueError(f"{weight.name} has shape {tuple(value.shape)}, but {weight.path} has {tuple(old.shape)}")
-        found[weight.path] = jnp.asarray(value, old.get_value().dtype)
-    return nested(found)
+        params[weight.path] = jnp.asarray(value, old.get_value().dtype)
+    return nested(params)

@@ -37,11 +37,11 @@ def pages() -> tuple[PagedCache]:
     [
         (
             {"input_ids": IDS[0]},
-            "input_ids have shape (5,), but must be integers [B, P]; of one prompt give [input_ids]",
+            "input_ids have shape (5,), but must be integers [B, P]; for one prompt give [input_ids]",
         ),
         (
             {"input_ids": [1, 2, 3]},
-            "input_ids have shape (3,), but must be integers [B, P]; of one prompt give [input_",
+            "input_ids have shape (3,), but must be integers [B, P]; for one prompt give [input_",
         ),
         ({"input_ids": "hello"}, "input_ids='hello' is text, but must be tokens, integers [B, P]; give [tokenizer.enc"),
         (
@@ -70,9 +70,12 @@ def pages() -> tuple[PagedCache]:
         ({"attention_mask": IDS * [[1], [0]]}, "attention_mask[1] is all 0, but a row must have a token to start from"),
         ({"attention_mask": IDS * [1, 0, 0, 1, 1]}, "attention_mask[0] has 2 zeros between tokens 0 and 4: padding"),
         ({"do_sample": True}, "prng_key=None and do_sample=True: tokens are drawn by a key; give prng_key="),
-        ({"stop_strings": "x"}, "stop_strings='x' and tokenizer=None: they are looked for in text; give it"),
+        (
+            {"stop_strings": "x"},
+            "stop_strings='x' and tokenizer=None: they are searched in text; give tokenizer",
+        ),
         ({"num_beams": 2, "streamer": object()}, "streamer is given, and num_beams=2: a beam may be dropped"),
-        ({"past_key_values": window(4), "chunk": 8}, "chunks of 8 tokens are asked for, but a WindowCache of max_appe"),
+        ({"past_key_values": window(4), "chunk": 8}, "chunk=8 must be at most the WindowCache's max_append=4"),
         ({"chunk": 0}, "chunk=0 must be an int of at least 1"),
         ({"chunk": -1}, "chunk=-1 must be an int of at least 1"),
         (

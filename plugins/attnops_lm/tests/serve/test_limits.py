@@ -79,7 +79,7 @@ def test_others_are_answered_while_a_text_is_tokenised(
 def test_more_prompts_than_may_ever_wait_are_400_and_not_to_be_tried_again(url: str) -> None:
     error = error_of(complete(url, prompt=["a"] * 9), 400)
     assert error["param"] == "prompt"
-    assert error["message"] == "prompt: 9 prompts in a call must be at most 8; send them in several calls"
+    assert error["message"] == "prompt: 9 prompts in a call must be at most 8; send several calls"
     assert len(complete(url, prompt=["a"] * 8).json()["choices"]) == 8
 
 

@@ -1,4 +1,4 @@
-"""Exchanges that JAX differentiates: all keys to every device, or heads for tokens."""
+"""Exchanges between devices that JAX differentiates: of all keys, or of heads for tokens."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Axis = str | tuple[str, ...]
 def all_gather(
     inner: Inner, axis: Axis, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> PartialSoftmax:
-    """Every device gathers all keys and values, O(S) memory, and computes its queries at once.
+    """Every device gathers all keys and values, in O(S) memory, and attends to them in one block.
 
     Args:
         inner: how devices compute.
         axis: the mesh axes that shard the sequence.
-        query: [B, t, H, D], this device's.
+        query: [B, t, H, D], this device's shard.
         key: [B, s, K, D].
         value: [B, s, K, Dv].
         extras: mask, bias and dropout key.
@@ -57,7 +57,7 @@ gathered.defvjp(lambda axis, dimension, x: (gathered(axis, dimension, x), None),
 
 
 def heads_for_tokens(x: jax.Array, axis: Axis) -> jax.Array:
-    """[B, t, H, d] of each device to [B, n · t, H / n, d]: all tokens of the n devices, some of the heads."""
+    """From [B, t, H, d] per device to [B, n · t, H / n, d]: the tokens of all n devices, with some of the heads."""
     return lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
 
 

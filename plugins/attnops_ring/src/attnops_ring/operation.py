@@ -84,11 +84,10 @@ class RingAttention(OperationImpl):
 
     A call may also be inside a `jax.shard_map` of the caller in which the mesh axes that the rules name for keys are
     manual. Then query, key and value are this device's shards of the sequence, and so are output and logsumexp. Masks
-    and biases describe the whole sequence: each of their arrays is whole along T and S, or this device's shard in
-    ``order``, which is gathered; its length tells which. If the caller shards batch or heads too, arrays with these
-    dimensions are this device's shards, and dropout counts batch and heads from this device's first, unless
-    ``dropout_key`` is an `attnops.dropout.ShiftedKey` that says where they start. Dropout counts tokens in the whole
-    sequence.
+    and biases describe the whole sequence: each of their arrays has the whole T and S, or is this device's shard in
+    ``order``, which is gathered; the array's length tells which. If the caller shards batch or heads too, arrays with
+    these dimensions are this device's shards. Dropout counts tokens in the whole sequence, but batch and heads from
+    this device's first, unless ``dropout_key`` is an `attnops.dropout.ShiftedKey` that says where they start.
 
     Options of a call in addition to the contract's:
         strategy: one of `STRATEGIES`. ``"ring"``: keys and values rotate through the devices; O((T + S) / n) memory.
@@ -96,8 +95,8 @@ class RingAttention(OperationImpl):
             whose number must be a multiple of n; O((T + S) / n) memory. ``"usp"``: the sequence is sharded over at
             least two mesh axes; devices of the last ones exchange tokens for heads, while keys and values rotate along
             the first, whose devices ``order`` refers to.
-            Queries that the rules replicate, as in decoding, use a fifth strategy, whatever this option: each device
-            computes over its own keys, and one reduction merges the results.
+            If the rules replicate the queries, as in decoding, this option is ignored: each device attends to its own
+            keys, and one reduction merges the results.
         order: how tokens are laid out on devices: "contiguous", "zigzag" or "striped" (`attnops_ring.orders`). Masks
             and biases refer to positions in the original sequence. Both T and S are in that order; with replicated
             queries, S only.
@@ -113,7 +112,7 @@ class RingAttention(OperationImpl):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | None:
-        """The first rank if a mesh shards the sequence; otherwise None, and `auto` never picks it."""
+        """`Rank.EXCHANGES_KEYS`, the first rank, if a mesh shards the sequence; else None: `auto` never picks it."""
         return Rank.EXCHANGES_KEYS if isinstance(request, AttentionRequest) and request.sequence_axes else None
 
     def bind(
@@ -145,17 +144,19 @@ class RingAttention(OperationImpl):
         whole = WholeArrays(sharding, lengths, order, sharding.sizes[0] if is_usp else math.prod(sharding.sizes))
         for name in ("mask", "bias"):
             if options.get(name) is not None:
-                options[name] = whole.of(options[name], name)
+                options[name] = whole.gather(options[name], name)
         call = super().bind(query, key, value, parts=sharding.shards, **options)
         return call._replace(request=call.request.replace(sequence_axes=sharding.axes))
 
     def _mode(self, mode: str | None) -> str:
-        """The mode whose rules apply. One query per device is not decode: all devices together have several."""
+        """The mode whose rules apply. Without a stated one it is train, even with one query per device, since all
+        devices together have several.
+        """
         stated = self.metadata.mode if mode is None else mode
         return MODE_TRAIN if stated is None else canonicalize_mode(stated)
 
     def environment_key(self) -> Hashable:
-        """What traces depend on besides the arguments: also what the operation that devices run depends on."""
+        """What traces depend on besides the arguments, including what the devices' operation depends on."""
         flash: Any = OperationRegistry.create("flash", self.metadata.replace(mesh=None))
         return self._has_one_device(), flash.environment_key()
 
@@ -189,8 +190,8 @@ class RingAttention(OperationImpl):
                             "give both rules the same axes, or set query_length=None")  # fmt: skip
             raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
         order, strategy = self._layout(options, by_key)
-        own = ("order", "strategy", "mode")
-        options = {name: x for name, x in options.items() if name not in own}
+        handled = ("order", "strategy", "mode")
+        options = {name: x for name, x in options.items() if name not in handled}
         output = _run(self, where, by_key, call, options, order, strategy)
         return output if boundary is None else boundary.typed(output)
 
@@ -221,8 +222,8 @@ class RingAttention(OperationImpl):
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[RingOptions]
     ) -> OperationOutput:
         """Attention on one device, for which all orders are equal."""
-        own: dict[str, Any] = {name: options.pop(name, None) for name in ("order", "strategy")}  # type: ignore[misc]
-        self._layout(own, self._axes())
+        layout: dict[str, Any] = {name: options.pop(name, None) for name in ("order", "strategy")}  # type: ignore[misc]
+        self._layout(layout, self._axes())  # raises for unknown ones
         metadata = self.metadata.replace(mesh=None, layout="BTHD", mode=options.pop("mode", None))
         flash: Any = OperationRegistry.create("flash", metadata)
         output: OperationOutput = flash(query, key, value, **options)
@@ -265,7 +266,8 @@ def _run(
     )  # fmt: skip
     if order == "striped" and "dropout_key" in options and not _draws_with_steps(inner, call.request.platform):
         name = type(inner.operation).__name__
-        reason = Reason("dropout_key", "given", f"{name} may draw for adjacent tokens only", "use order='zigzag'")
+        rule = f"is not supported with order='striped': {name} may draw for adjacent tokens only"
+        reason = Reason("dropout_key", "given", rule, "use order='zigzag'")
         raise UnsupportedError(f"RingAttention can't serve {call.request}:\n  - {reason}", [reason])
     hops = devices
     if strategy in ("ring", "usp") and order != "striped":
@@ -276,8 +278,8 @@ def _run(
         return run_here(function, call, options)
     padded = _padded(query, Tp), _padded(key, Sp), _padded(value, Sp)
     lengths = None if strategy == "reduce" else axis, axis
-    own_key = operation.program_key("native")
-    key = None if own_key is None else (own_key, inner, axis, hops, strategy)
+    operation_key = operation.program_key("native")
+    key = None if operation_key is None else (operation_key, inner, axis, hops, strategy)
     output = run_sharded(
         where, function, padded, options, lengths, is_interpreted=call.request.interpret, key=key
     )  # fmt: skip
@@ -317,7 +319,6 @@ def _check_heads(
         raise UnsupportedError(f"RingAttention can't serve {request}:{listed}", reasons)
 
 
-# One parameter for each setting of the ring and each operand of the call.
 def _local(
     inner: Inner, axis: tuple[str, ...], hops: int, strategy: str,
     query: jax.Array, key: jax.Array, value: jax.Array, *,

@@ -1,8 +1,8 @@
 """How the tokens of a sequence are laid out on devices.
 
 ``contiguous``: one chunk per device, in order; with a causal mask the last device computes most. ``zigzag``: two chunks
-per device, one counted from the front and one from the back, so that all devices compute the same. ``striped``: device
-i has the tokens i, i + n, i + 2n, …
+per device, one counted from the front and one from the back, so that all devices compute equally much. ``striped``:
+device i of n has the tokens i, i + n, i + 2n, …
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def check_order(order: str) -> None:
 
 
 def chunks_per_device(order: str) -> int:
-    """How many chunks of tokens a device has."""
+    """The number of contiguous chunks of tokens that a device has: 2 in zigzag order, else 1."""
     return 2 if order == "zigzag" else 1
 
 
 def chunk_ids(device: Index, devices: int, chunks: int) -> list[Any]:
-    """Which of the sequence's ``devices * chunks`` chunks a device has.
+    """The indices of a device's chunks among the sequence's ``devices * chunks`` chunks.
 
     Args:
         device: the device's index, an int or an integer array [].
@@ -45,15 +45,15 @@ def chunk_ids(device: Index, devices: int, chunks: int) -> list[Any]:
 
 
 def positions(length: int, devices: int, order: Order = "contiguous") -> NumpyArray:
-    """The position in the sequence of each token once reordered, int32 [length].
+    """The position in the original sequence of each token of the reordered one, int32 [length].
 
     Args:
-        length: tokens; a multiple of ``devices``, for ``zigzag`` of twice that.
+        length: tokens; a multiple of ``devices``, or of 2 · ``devices`` for "zigzag".
         devices: the number of devices along the axes that shard the sequence.
         order: "contiguous", "zigzag" or "striped", as described at the top of this module.
 
     Raises:
-        ValueError: the length does not divide, or the order is unknown.
+        ValueError: the length is not such a multiple, or the order is unknown.
     """
     check_order(order)
     n = chunks_per_device(order)
@@ -78,7 +78,7 @@ def reorder(x: Array, devices: int, order: Order, axis: int = 1) -> jax.Array:
         axis: the axis of the sequence.
 
     Raises:
-        ValueError: the length along ``axis`` does not divide, or the order is unknown.
+        ValueError: the length along ``axis`` is not a multiple as in `positions`, or the order is unknown.
     """
     return _take(x, positions(x.shape[axis], devices, order), axis)
 

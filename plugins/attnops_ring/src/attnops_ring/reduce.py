@@ -20,14 +20,14 @@ def reduced(
         inner: how devices compute.
         axis: the mesh axes that shard the keys.
         query: [B, T, H, D], the same on all devices.
-        key: [B, s, K, D], this device's.
-        value: [B, s, K, Dv], this device's.
+        key: [B, s, K, D], this device's shard.
+        value: [B, s, K, Dv], this device's shard.
         extras: mask, bias and dropout key.
     """
     query, key, value, extras = equally_varying((query, key, value, extras))
-    own = whole_block(inner, query, key, value, extras, 0, lax.axis_index(axis))
-    m = lax.pmax(lax.stop_gradient(own.lse), axis)
-    weight = exp_sum(own.lse, own.lse_residual, m)
-    out, l = lax.psum((own.out * weight.swapaxes(1, 2)[..., None], weight), axis)
+    local = whole_block(inner, query, key, value, extras, 0, lax.axis_index(axis))
+    m = lax.pmax(lax.stop_gradient(local.lse), axis)
+    weight = exp_sum(local.lse, local.lse_residual, m)
+    out, l = lax.psum((local.out * weight.swapaxes(1, 2)[..., None], weight), axis)
     divisor = jnp.where(l == 0, 1.0, l)  # NaN stays NaN
     return PartialSoftmax(out / divisor.swapaxes(1, 2)[..., None], *log_sum(m, l))

@@ -1,7 +1,7 @@
 """Ring attention: keys and values rotate through all devices (Liu et al. 2023, arXiv:2310.01889).
 
 The exchange has a custom derivative: the forward pass saves only the output and its logsumexp; the backward pass
-    rotates keys and values again, together with their gradients.
+rotates keys and values again, together with their gradients.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def ring(
         inner: how devices compute.
         axis: the mesh axes that shard the sequence.
         hops: the number of devices whose keys a device needs, itself included; all other keys are fully masked.
-        query: [B, t, H, D], this device's.
-        key: [B, s, K, D], this device's.
-        value: [B, s, K, Dv], this device's.
+        query: [B, t, H, D], this device's shard.
+        key: [B, s, K, D], this device's shard.
+        value: [B, s, K, Dv], this device's shard.
         extras: mask, bias and dropout key, varying over the same mesh axes.
     """
     return _forward(inner, axis, hops, query, key, value, extras)
@@ -52,7 +52,7 @@ def _forward(
     inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> PartialSoftmax:
     n, here = inner.devices, lax.axis_index(axis)
-    # Split here once, rather than in every hop.
+    # Split once here, rather than in every hop.
     queries, keys, values = inner.split(query, key, value)
 
     def hop(r: Index, state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
@@ -76,11 +76,11 @@ def _forward_rule(
     return partial, (query, key, value, extras, partial, flag)
 
 
-def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, given: PyTree) -> tuple[PyTree, ...]:
+def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, d_partial: PyTree) -> tuple[PyTree, ...]:
     query, key, value, extras, partial, flag = residuals
-    d_out, d_lse = cotangents(given[:2], query)
+    d_out, d_lse = cotangents(d_partial[:2], query)
     n, here = inner.devices, lax.axis_index(axis)
-    # Split here once, rather than in every hop.
+    # Split once here, rather than in every hop.
     queries, d_outs = inner.split_queries(query), inner.split_queries(d_out)
     d_weight = d_lse - (d_out * partial.out).sum(-1).swapaxes(1, 2)
     lses, lse_residuals, d_weights = (
@@ -96,14 +96,14 @@ def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, given
         return (more.queries, more.bias), jnp.concatenate(more.keys, axis=1), jnp.concatenate(more.values, axis=1)
 
     def hop(r: Index, state: PyTree) -> PyTree:
-        k, v, (of_queries, dk, dv) = state
+        k, v, (query_gradients, dk, dv) = state
         # Send before computing, so that the computation hides the transfer. Keys and values go to the device that
         # computes with them next; the gradients that this device computed in the previous hop follow their keys. The
-        # last hop sends keys and values home, where they are not needed. Four arrays, since XLA overlaps at most five
-        # transfers.
+        # last hop sends keys and values to a device that does not need them. There are only four arrays, since XLA
+        # overlaps at most five transfers.
         k_sent, v_sent, dk, dv = rotate((k, v, dk, dv), axis, 1, n)
         more = gradients(k, v, r)
-        return k_sent, v_sent, (add(of_queries, more[0]), dk + more[1], dv + more[2])
+        return k_sent, v_sent, (add(query_gradients, more[0]), dk + more[1], dv + more[2])
 
     k, v = rotate((key, value), axis, 1, n) if hops > 1 else (key, value)
     _, _, ((dq, d_bias), dk, dv) = lax.fori_loop(1, hops, hop, (k, v, gradients(key, value, 0)))

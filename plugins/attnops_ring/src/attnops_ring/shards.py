@@ -1,4 +1,4 @@
-"""Calls inside a `jax.shard_map` of the caller: how it shards the arrays, and whole masks and biases from shards."""
+"""Calls inside a `jax.shard_map` of the caller: how it shards the arrays, and how masks and biases are gathered."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ManualSharding(NamedTuple):
         axes: the mesh axes that shard the keys, each of at least two devices.
         sizes: the number of devices along each of ``axes``.
         has_all_queries: whether the queries are replicated.
-        free: mesh axes of at least two devices that are not manual in the `jax.shard_map`, and so are left to JAX.
+        free: mesh axes of at least two devices that are not manual in the `jax.shard_map`: JAX's compiler shards them.
     """
 
     axes: tuple[str, ...]
@@ -83,8 +83,8 @@ def find_manual_sharding(metadata: OperationMetadata, mode: str) -> ManualShardi
     rules = metadata.axis_rules
 
     def names(*axes: str) -> tuple[str, ...]:
-        found = get_names_from_partition_spec(rules.spec(axes, mode=mode))
-        return tuple(name for name in found if mesh.shape.get(name, 1) > 1)
+        named = get_names_from_partition_spec(rules.spec(axes, mode=mode))
+        return tuple(name for name in named if mesh.shape.get(name, 1) > 1)
 
     # As without an enclosing `jax.shard_map`, axes that shard the batch or heads do not shard the sequence.
     others = {*names(BATCH, HEAD), *names(BATCH, KV_HEAD)}
@@ -110,7 +110,7 @@ def find_manual_sharding(metadata: OperationMetadata, mode: str) -> ManualShardi
 def check_varying(sharding: ManualSharding, arrays: Mapping[str, Leaf]) -> None:
     """Raise an `UnsupportedError` for arrays that are equal on all devices, and so can't be shards.
 
-    `jax.shard_map` knows which arrays these are with ``check_vma=True`` only.
+    `jax.shard_map` knows which arrays these are only with ``check_vma=True``.
 
     Args:
         sharding: how the sequence is sharded.
@@ -153,7 +153,7 @@ def check_free(sharding: ManualSharding, request: AttentionRequest, operation: O
 def _varying(x: Leaf) -> frozenset[str]:
     """The manual mesh axes over which an array varies."""
     kind: Any = jax.typeof(x)
-    names: frozenset[str] = kind.vma if hasattr(kind, "vma") else kind.mat.varying  # the latter since JAX 0.10
+    names: frozenset[str] = kind.vma if hasattr(kind, "vma") else kind.mat.varying  # ``mat`` since JAX 0.10
     return names
 
 
@@ -182,28 +182,29 @@ def run_here(function: Function, call: Call, options: dict[str, Any]) -> Operati
 
 
 class WholeArrays:
-    """Gathers arrays of the whole sequence from the devices' shards of them."""
+    """Gathers arrays of the whole sequence from the devices' shards.
 
-    def __init__(self, sharding: ManualSharding, lengths: tuple[int, int], order: Order, devices: int) -> None:
-        """Args:
+    Args:
         sharding: how the sequence is sharded.
         lengths: the lengths of this device's queries and keys.
         order: the layout of the tokens in the shards.
         devices: the number of devices that ``order`` refers to.
-        """
+    """
+
+    def __init__(self, sharding: ManualSharding, lengths: tuple[int, int], order: Order, devices: int) -> None:
         self.axes: Axis = sharding.axes
         self.order, self.devices = order, devices
         self.lengths = {
-            letter: (own, own * n) for letter, own, n in zip("ts", lengths, sharding.shards, strict=True)
+            letter: (local, local * n) for letter, local, n in zip("ts", lengths, sharding.shards, strict=True)
         }  # fmt: skip
-        self._made: dict[tuple[int, int], tuple[Leaf, Leaf]] = {}
+        self._whole: dict[tuple[int, int], tuple[Leaf, Leaf]] = {}
 
-    def of(self, value: Leaf, name: str) -> Leaf:
-        """A mask, a bias, or an array [B or 1, H or 1, T or 1, S or 1], not bound yet, with whole arrays.
+    def gather(self, value: Leaf, name: str) -> Leaf:
+        """A mask, a bias, or an array [B or 1, H or 1, T or 1, S or 1], with whole arrays.
 
         Args:
-            value: its arrays are whole or this device's shards; their lengths tell which. The arrays of a mask or bias
-                that declares no axes must be whole.
+            value: not bound yet. Its arrays are whole or this device's shards; their lengths tell which. The arrays of
+                a mask or bias that declares no axes must be whole.
             name: the argument's name, for errors.
 
         Raises:
@@ -218,25 +219,23 @@ class WholeArrays:
             x = getattr(value, field.name)
             letters = (value.axes or {}).get(field.name, "")
             if isinstance(x, (Mask, Bias)):
-                x = self.of(x, name)
+                x = self.gather(x, name)
             elif x is not None and {*letters} & {"t", "s"}:
                 x = self._array(x, letters, f"{type(value).__name__}'s {field.name}")
             object.__setattr__(copy, field.name, x)
         return copy
 
     def _check_whole(self, value: MaskFn | ScoreFn, name: str) -> None:
-        """Raise an `UnsupportedError` for arrays of a function that are, or look like, this device's shard of the
-        tokens.
-        """
+        """Raise an `UnsupportedError` for arrays of a function that are, or seem to be, this device's shards."""
         is_known = bool(_varying(lax.axis_index(self.axes)))
-        shards = {own for own, whole in self.lengths.values() if own != whole}
+        shards = {local for local, whole in self.lengths.values() if local != whole}
         for x in jax.tree.leaves(value.args):
             sharded_by = _varying(x) & {*self.axes} if is_known else shards & {*np.shape(x)}
             if sharded_by:
                 _refuse(
                     name, f"{type(value).__name__} with an array {list(np.shape(x))}, "
                     f"sharded by {sorted(map(str, sharded_by))}",
-                    "a function's arrays must be whole, since it says nothing of their axes",
+                    "a function's arrays must be whole, since their axes are not known",
                     "give all devices the whole array, by `jax.lax.all_gather(x, axes, axis=..., tiled=True)`; with "
                     "check_vma=True JAX knows which arrays differ, else those with a device's length are refused",
                 )  # fmt: skip
@@ -244,8 +243,8 @@ class WholeArrays:
     def _array(self, x: Leaf, letters: str, name: str) -> Leaf:
         shape = np.shape(x)
         # Ids of tokens may lack the batch.
-        own = letters[len(letters) - len(shape) :] if len(shape) <= len(letters) else ""
-        sharding = [axis for axis, letter in enumerate(own) if self._is_part(shape[axis], letter, name, shape)]
+        present = letters[len(letters) - len(shape) :] if len(shape) <= len(letters) else ""
+        sharding = [axis for axis, letter in enumerate(present) if self._is_shard(shape[axis], letter, name, shape)]
         if len(sharding) > 1:
             raise ValueError(
                 f"{name} has shape {shape}, a device's shard along queries and along keys: a device needs all keys of "
@@ -253,31 +252,32 @@ class WholeArrays:
             )
         return x if not sharding else self._gathered(x, sharding[0])
 
-    def _is_part(self, size: int, letter: str, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether a dimension of an array has this device's tokens only; False for broadcast dimensions."""
+    def _is_shard(self, size: int, letter: str, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a dimension of an array has only this device's tokens; False for broadcast dimensions."""
         if letter not in self.lengths:
             return False
-        part, whole = self.lengths[letter]
-        if part == whole:
+        local, whole = self.lengths[letter]
+        if local == whole:
             return False
         what = "queries" if letter == "t" else "keys"
-        if size == part == 1:
+        if size == local == 1:
             raise ValueError(
                 f"{name} has shape {shape}, with 1 along {what}: with one token per device that is its shard, or "
                 f"the same for all {whole}; give it whole"
             )
-        if size not in (1, part, whole):
+        if size not in (1, local, whole):
             raise ValueError(
-                f"{name} has shape {shape}, with {size} along {what}, but must have all {whole} or this device's {part}"
+                f"{name} has shape {shape}, with {size} along {what}, but must have all {whole} or this device's "
+                f"{local}"
             )
-        return size == part
+        return size == local
 
     def _gathered(self, x: Leaf, axis: int) -> Leaf:
         key = id(x), axis
-        if key not in self._made:  # one array in two places stays one array
+        if key not in self._whole:  # an array that is used twice is gathered once
             whole = gathered(self.axes, axis, equally_varying((jnp.asarray(x), lax.axis_index(self.axes)))[0])
             if self.order != "contiguous":
                 tokens = np.argsort(positions(whole.shape[axis], self.devices, self.order))
                 whole = jnp.take(whole, tokens, axis=axis)
-            self._made[key] = x, whole  # with x, so that no other array gets its id
-        return self._made[key][1]
+            self._whole[key] = x, whole  # with x, so that no other array gets its id
+        return self._whole[key][1]

@@ -52,7 +52,7 @@ def slice_mask(mask: Mask | None, q: Chunk, kv: Chunk, is_padded: bool, queries_
         q: the queries' chunk.
         kv: the keys' chunk.
         is_padded: whether the keys may include padding, which is masked.
-        queries_are_padded: whether the queries may include padding, which must see no key that real queries don't.
+        queries_are_padded: whether the queries may include padding, which must not see keys that no real query sees.
     """
     sliced = None if mask is None else _slice(mask, q, kv, may_shift=not queries_are_padded)
     if not is_padded:
@@ -76,15 +76,15 @@ def _slice(mask: Mask, q: Chunk, kv: Chunk, may_shift: bool) -> Mask:
         if not isinstance(inner, At):
             return IndexedMask(mask, q.index[None], kv.index[None])
         given = (_tokens(x, by, 1) for x, by in ((mask.q_positions, q), (mask.kv_positions, kv)))
-        at = (own if x is None else x for x, own in zip(given, (inner.q_positions, inner.kv_positions), strict=True))
-        return At(inner.mask, *at)
+        defaults = inner.q_positions, inner.kv_positions
+        return At(inner.mask, *(default if x is None else x for x, default in zip(given, defaults, strict=True)))
     axes = mask.axes
     offset: Leaf = getattr(mask, "offset", 0)
     if axes is None or (getattr(offset, "ndim", 0) == 2 and offset.shape[1] > 1):
-        # A function can only be evaluated pair by pair; and these positions are per token, not per head.
+        # A function can only be evaluated pair by pair; an offset per head can't be added to positions per token.
         return IndexedMask(mask, q.index[None], kv.index[None])
     if may_shift and isinstance(mask, (Causal, SlidingWindow)) and q.stride == kv.stride == 1:
-        # The mask depends on differences of positions alone, so that the chunks' first positions suffice.
+        # The mask depends only on differences of positions, so that the chunks' first positions suffice.
         return mask.with_offset(offset + q.first - kv.first)
     if any(set(letters) & {"t", "s"} for letters in axes.values()):
         changes = {}
@@ -116,15 +116,15 @@ class IndexedMask(Mask):
     axes: ClassVar = {"q_index": "bt", "kv_index": "bs"}
 
     def kinds(self) -> frozenset[str]:
-        """See `Mask.kinds`."""
+        """The kinds of the mask of the whole sequence."""
         return self.mask.kinds()
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
-        """See `Mask.allowed`."""
+        """Whether query ``q`` sees key ``kv``, both counted in their chunks."""
         return self.mask.allowed(b, h, jnp.asarray(self.q_index)[0, q], jnp.asarray(self.kv_index)[0, kv])
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        """See `Mask.coverage_bounds`."""
+        """Bounds by which every tile is PARTIAL."""
         true = (grid.q_first == grid.q_first) & (grid.kv_first == grid.kv_first)
         return CoverageBounds(true, ~true)
 
@@ -149,7 +149,7 @@ class IndexedBias(Bias):
     static: ClassVar[tuple[str, ...]] = ()
 
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
-        """See `Bias.apply`."""
+        """The scores of query ``q`` and key ``kv``, both counted in their chunks, with the bias."""
         return self.bias.apply(scores, b, h, jnp.asarray(self.q_index)[q], jnp.asarray(self.kv_index)[kv])
 
     def __repr__(self) -> str:
@@ -175,8 +175,8 @@ def slice_dropout_key(key: ShiftedKey | None, q: Chunk, kv: Chunk) -> ShiftedKey
 
 
 def sees_any(mask: Mask | None, t: int, s: int) -> BoolArray:
-    """Whether any of ``t`` queries may see any of ``s`` keys: a boolean array [], or True. If False, none does; if
-    True, perhaps none.
+    """Whether some of ``t`` queries may see some of ``s`` keys: a boolean array [], or True. False is certain, True is
+    not.
     """
     if mask is None:
         return True
@@ -184,7 +184,7 @@ def sees_any(mask: Mask | None, t: int, s: int) -> BoolArray:
 
 
 def _tokens(x: Leaf, chunk: Chunk, axis: int) -> Leaf:
-    """A chunk's tokens of an array along an axis; an array that is broadcast along it, of size 1, is unchanged."""
+    """A chunk's tokens of an array along an axis; an array of size 1 along it is broadcast, and does not change."""
     if x is None or (x.shape[axis] == 1 and chunk.length > 1):
         return x
     return jnp.take(jnp.asarray(x), chunk.index, axis=axis)

@@ -1,4 +1,4 @@
-"""The operation ``splash``: what JAX's kernel serves, and its call. An example of how to wrap a kernel."""
+"""The operation ``splash``: which calls JAX's kernel serves, and how it is called; an example of a wrapped kernel."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from attnops.operations.flash import FlashAttention
 if TYPE_CHECKING:
     from attnops.masks import Mask
 
-# Tiles, the largest first; lengths are padded to a multiple of the last.
+# Tile sizes, the largest first; lengths are padded to a multiple of the last.
 TILES: Final = (512, 256, 128)
 
 
 class SplashAttention(FlashAttention):
-    """``jax.experimental.pallas.ops.tpu.splash_attention`` on TPUs; the core's native `flash` runs whatever it refuses.
+    """``jax.experimental.pallas.ops.tpu.splash_attention`` on TPUs; the core's native `flash` serves all other calls.
 
     It serves masks that are a band (causal, windows) and segments, grouped heads, T ≠ S, any lengths, and a soft cap,
-    forward and backward, in O(T + S) memory. Tiles are the largest of `TILES` that divide the padded lengths, whatever
-    the metadata's ``block_q`` and ``block_k``. `auto` never picks it.
+    forward and backward, in O(T + S) memory. Tiles are the largest of `TILES` that divide the padded lengths; the
+    metadata's ``block_q`` and ``block_k`` have no effect. `auto` never picks it.
     """
 
     api_version = 2
@@ -70,7 +70,7 @@ class SplashAttention(FlashAttention):
         softmax_scale: float | None = None,
         logits_soft_cap: float | None = None,
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv]."""
+        """Attention of query [B, T, H, D], key [B, S, K, D] and value [B, S, K, Dv]; the output is [B, T, H, Dv]."""
         if varies((query, key, value)):
             rule = "must not vary over mesh axes: the kernel does not state the types of its outputs"
             reason = Reason("query", "varying", rule, "jax.shard_map(..., check_vma=False)")
@@ -91,7 +91,7 @@ def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, ids: tuple[Any, Any] | None,
     band: tuple[int | None, int | None], scale: float, soft_cap: float | None, interpret: bool,
 ) -> jax.Array:  # fmt: skip
-    """The kernel: [B, T, H, Dv].
+    """The kernel's output, [B, T, H, Dv].
 
     Args:
         query: [B, T, H, D].
@@ -99,11 +99,11 @@ def attend(
         value: [B, S, K, Dv].
         ids: segment ids of queries [B or 1, T] and of keys [B or 1, S], int32; None for none.
         band: (low, high): query i sees key j where ``low <= i - j <= high``; None for no limit.
-        scale: the softmax scale; the kernel has none, so that the query is scaled.
+        scale: the softmax scale, by which the query is multiplied, since the kernel has none.
         soft_cap: the soft cap of the scores; None for none.
         interpret: run in Pallas's interpreter.
     """
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # only when it runs
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # imported only for a call
 
     (B, T, H, _), S = query.shape, key.shape[1]
     low, high = band
@@ -118,10 +118,10 @@ def attend(
         attn_logits_soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
     arrays = ((query.astype(jnp.float32) * scale).astype(query.dtype), key, value)  # the scale itself is not rounded
-    of_rows = [x.swapaxes(1, 2) for x in arrays]  # [B, H, T, D]
+    transposed = [x.swapaxes(1, 2) for x in arrays]  # [B, H, T, D]
     if ids is None:
-        out = jax.vmap(kernel)(*of_rows)
+        out = jax.vmap(kernel)(*transposed)
     else:
         segments = splash.SegmentIds(*(jnp.broadcast_to(x, (B, x.shape[1])) for x in ids))
-        out = jax.vmap(kernel)(*of_rows, segments)
+        out = jax.vmap(kernel)(*transposed, segments)
     return jnp.asarray(out).swapaxes(1, 2)

@@ -4,8 +4,8 @@
 need neither.
 
 Three modules list features of the contract, for different uses: `features` as small problems that are run and compared
-    with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, whose
-    reasons make the README's table. `cache_features` lists those of calls over caches.
+with the oracle; `catalogue` as calls of real sizes that are only compiled; `support_table` as requests, from which the
+README's table is made. `cache_features` lists the features of calls over caches.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,6 @@
 """The suite's checks other than features: determinism, memory, transforms and refusals.
 
-Each function is given the `Subject`, and raises one of the exceptions that `attnops_testing.runner.attempt` turns into
-an outcome.
+Each function checks a `Subject`, and raises an exception that `attnops_testing.runner.attempt` turns into an outcome.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 Error = TypeVar("Error", bound=Exception)
 
-# The largest allowed ratio of the memory at four times a length to that at the length.
+# The largest allowed ratio of the memory at four times a length to the memory at that length.
 GROWTH: Final = 4.5
 
 # Features that behaviours are checked with; each is added if the operation serves it together with those before it.
@@ -52,8 +51,8 @@ def _served(subject: Subject, seed: int = 0) -> tuple[Problem, OperationImpl]:
     if reasons := problem.reasons(operation):
         listed = "; ".join(dict.fromkeys(map(str, reasons)))
         raise AssertionError(
-            f"it refuses every plain problem that was tried, of the lengths, heads, head dims and dtypes of "
-            f"attnops_testing.fit, such as {problem.request(operation)}: {listed}"
+            f"the operation refuses every plain problem that was tried, with the lengths, heads, head dims and dtypes "
+            f"of attnops_testing.fit, such as {problem.request(operation)}: {listed}"
         )
     return problem, operation
 
@@ -62,15 +61,15 @@ def _jit(subject: Subject, function: Function) -> Function:
     return jax.jit(function, compiler_options=subject.compiler_options)
 
 
-def _check(subject: Subject, problem: Problem, found: tuple[dict[str, jax.Array], dict[str, PyTree]]) -> None:
-    outputs, gradients = found
+def _check(subject: Subject, problem: Problem, result: tuple[dict[str, jax.Array], dict[str, PyTree]]) -> None:
+    outputs, gradients = result
     problem.check_outputs(outputs)
     if subject.gradients:
         problem.check_gradients(gradients)
 
 
 def serves_something(subject: Subject) -> None:
-    """It serves some problem: an operation that refuses everything would never be wrong."""
+    """The operation serves some problem: one that refuses everything would never be wrong."""
     problem, operation = _served(subject)
     problem.check(operation, subject.gradients, subject.compiler_options)
 
@@ -88,24 +87,24 @@ def deterministic(subject: Subject) -> None:
 
 
 def eager(subject: Subject) -> None:
-    """Outside `jax.jit` its results are right too."""
+    """Results are right outside `jax.jit` too."""
     problem, operation = _served(subject)
     _check(subject, problem, problem.program(operation, subject.gradients)(*problem.arguments))
 
 
 def vmap(subject: Subject) -> None:
-    """`jax.vmap` over a further axis gives what a loop over it gives: each slice is right."""
+    """Under `jax.vmap` over a further axis each slice is right."""
     pair = [_served(subject, seed) for seed in (0, 1)]
     problem, operation = pair[0]
     program = _jit(subject, jax.vmap(lambda *x: problem.program(operation, subject.gradients)(*x)))
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(p.arguments for p, _ in pair))
-    found = program(*stacked)
+    result = program(*stacked)
     for i, (slice_, _) in enumerate(pair):
-        _check(subject, slice_, jax.tree.map(lambda x, i=i: x[i], found))
+        _check(subject, slice_, jax.tree.map(lambda x, i=i: x[i], result))
 
 
 def shard_map(subject: Subject) -> None:
-    """In `jax.shard_map` over the batch its results are right, on two devices if there are two, else on one."""
+    """Results are right in `jax.shard_map` over the batch, on two devices if there are two, else on one."""
     if subject.base.mesh is not None:
         raise NotRunError("a call inside this shard_map runs on its mesh, not on the metadata's")
     problem, operation = _served(subject)
@@ -131,13 +130,13 @@ def shard_map(subject: Subject) -> None:
         return _jit(subject, functools.partial(both, check_vma=check_vma))(inputs, cotangents)
 
     try:
-        found = run(True)
+        result = run(True)
     except ValueError as error:
-        # Pallas's interpreter mixes values that vary over devices with others, which is not the kernel's fault.
+        # Pallas's interpreter mixes values that vary over devices with others; that is not the kernel's fault.
         if not subject.base.interpret or "varying manual axes" not in str(error):
             raise
-        found = run(False)
-    _check(subject, problem, found)
+        result = run(False)
+    _check(subject, problem, result)
 
 
 def checkpoint(subject: Subject) -> None:
@@ -199,7 +198,7 @@ def second_derivative(subject: Subject) -> None:
         return _jit(subject, jax.grad(lambda q: jnp.vdot(gradient(q), along)))(problem.inputs["query"])
 
     try:
-        found = twice(lambda q: problem.call(operation, problem.inputs | {"query": q})["attention_outputs"])
+        result = twice(lambda q: problem.call(operation, problem.inputs | {"query": q})["attention_outputs"])
     except NotDifferentiableError as error:
         raise NotRunError(f"refused: {error}") from None
     except TypeError as error:
@@ -216,7 +215,7 @@ def second_derivative(subject: Subject) -> None:
     exact = (oracle_gradient(query + step) - oracle_gradient(query - step)) / 2e-5
     plain = twice(lambda q: _plain_attention(q, problem.key, problem.value))
     allowed = tolerance(exact, plain, exact, problem.dtype, GRADIENT_FACTOR)
-    assert_close("second derivative of query", found, exact, allowed)
+    assert_close("second derivative of query", result, exact, allowed)
 
 
 def _plain_attention(q: jax.Array, k: jax.typing.ArrayLike, v: jax.typing.ArrayLike) -> jax.Array:
@@ -255,14 +254,14 @@ def refusals_are_listed(subject: Subject) -> None:
     operation = subject.make(problem.metadata)
     reasons = problem.reasons(operation)
     if not reasons:
-        raise NotRunError("it refused none of the requests")
+        raise NotRunError("the operation does not refuse the request")
     error = _raised(
         UnsupportedError,
         lambda: jax.eval_shape(problem.program(operation, gradients=False), *problem.arguments),
     )
-    assert error is not None, f"{reasons[0]}, it says, but it ran"
-    unsaid = [str(reason) for reason in reasons if str(reason) not in str(error)]
-    assert not unsaid, f"the refusal does not state {unsaid}"
+    assert error is not None, f"the call ran, although the operation states a reason against it: {reasons[0]}"
+    missing = [str(reason) for reason in reasons if str(reason) not in str(error)]
+    assert not missing, f"the refusal does not state {missing}"
 
 
 def _raised(kind: type[Error], function: Callable[[], object]) -> Error | None:
@@ -296,7 +295,7 @@ def _segments(T: int) -> dict[str, Any]:
     return {"mask": Segments(jax.ShapeDtypeStruct((1, T), jnp.int32))}
 
 
-# By name: a function from a length to the options of a call, whose arrays are arguments of the program.
+# By name, a function from a length to the options of a call; arrays in the options are arguments of the program.
 MEMORY: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
     "no mask": lambda T: {},
     "Causal": lambda T: {"mask": Causal()},
@@ -308,17 +307,17 @@ MEMORY: Final[dict[str, Callable[[int], dict[str, Any]]]] = {
 
 
 def memory_growth(subject: Subject, case: str, length: int = 1024) -> None:
-    """Four times the length needs at most `GROWTH` times the memory for temporaries, by the compiler's own figures.
+    """Four times the length needs at most `GROWTH` times the memory for temporaries, by the compiler's figures.
 
     Tiles are small compared with the length, since one large tile would hide temporaries of T × S elements.
     """
     if not subject.limits.linear_memory:
-        raise NotRunError("quadratic, by declaration")
+        raise NotRunError("not linear, by declaration")
     if subject.base.interpret:
         raise NotRunError("the interpreter's memory is not the kernel's")
     small, large = (_temporaries(subject, case, T) for T in (length, 4 * length))
     if small is None or large is None:
-        raise NotRunError("this compiler states no memory")
+        raise NotRunError("this compiler reports no memory")
     growth = large / max(small, 1)
     assert growth <= GROWTH, (
         f"{small:,} bytes at length {length:,}, {large:,} at {4 * length:,}: {growth:.1f} times, "

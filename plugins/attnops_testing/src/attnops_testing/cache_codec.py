@@ -1,4 +1,4 @@
-"""The codecs of caches in numpy and float64, written from their definition only."""
+"""The codecs of caches in NumPy and float64, written only from their definition."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Codec:
         return 127.0 if self.dtype == "int8" else _FLOATS[self.dtype][3]
 
     def scale(self, x: Array) -> Array:
-        """The float32 scale of each token of each head; those too small for a normal number are 0.
+        """The float32 scale of each token of each head; scales below the smallest normal number are 0.
 
         Args:
             x: [..., d].
@@ -79,12 +79,12 @@ class Codec:
             )
             if not near.any():
                 break
-            x = np.where(near, x * 0.875, x).astype(x.dtype)  # half of such a float is another
+            x = np.where(near, x * 0.875, x).astype(x.dtype)  # half of it would be near a midpoint again
         return x
 
     def _scaled(self, x: Array, scale: Array) -> Array:
-        spread = np.asarray(scale, np.float64)[..., None]
-        scaled = np.where(spread == 0, 0.0, np.float64(x) / np.where(spread == 0, 1.0, spread))
+        divisor = np.asarray(scale, np.float64)[..., None]
+        scaled = np.where(divisor == 0, 0.0, np.float64(x) / np.where(divisor == 0, 1.0, divisor))
         return np.clip(scaled, -self.largest, self.largest)
 
 

@@ -19,20 +19,20 @@ PAGE: Final = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """The description of a problem over a cache; the defaults are the plain one.
+    """The description of a problem over a cache; the defaults are the plain problem.
 
     Attributes:
         storage: "dense", "ring" or "paged".
-        codec: how tokens are stored.
-        content: "equal" head dims, "Dv" another one of values, "joined" keys and values with zeros between them, or
-            "latent" with zeros.
+        codec: how tokens are quantised; None: they are not.
+        content: "equal" (D = Dv), "Dv" (D ≠ Dv), "joined" (a token's keys and values in one array, with padding between
+            them) or "latent" (with padding).
         dtype: None for the one that fits the operation.
         mask, bias: names of a mask and of a bias, of which `attnops_testing.cache_masks` makes the arrays.
         T: queries per row.
         rows: "full", "ragged" or "packed".
         starts: whether rows begin with left padding.
         kv_heads: K, a divisor of the 4 query heads.
-        sinks, softmax_scale, logits_soft_cap, return_lse: the contract's.
+        sinks, softmax_scale, logits_soft_cap, return_lse: options of the call.
         step: whether the call appends the queries' tokens too.
     """
 
@@ -91,10 +91,10 @@ def _features() -> Iterator[tuple[str, CacheFeature]]:
     yield from group("logsumexp", logsumexp={"return_lse": True})
 
 
-# By name: {"T = page − 1"} is "3 queries", since a page has 4 slots.
+# By name. A page has 4 slots, so that "3 queries" are one less than a page.
 CACHE_FEATURES: Final[dict[str, CacheFeature]] = dict(_features())
 
-# Positions in a ring have no limit, so that arrays by key have no meaning.
+# Not for rings: positions in a ring have no limit, so that an array by key can't cover them.
 _BY_KEY: Final = frozenset({"Segments", "KeyPadding", "Dense", "array bias"})
 
 
@@ -122,7 +122,7 @@ def are_compatible(a: str, b: str) -> bool:
     pair = {a, b}
     if CACHE_FEATURES[a].group == CACHE_FEATURES[b].group:
         return False
-    if pair == {"packed rows", "Ancestors"}:  # which numbers the queries of each row
+    if pair == {"packed rows", "Ancestors"}:  # Ancestors counts queries from each row's first
         return False
     return not ("ring" in pair and pair & _BY_KEY)
 
@@ -145,7 +145,7 @@ def cache_rows() -> tuple[tuple[str, ...], ...]:
     rng, rows = random.Random(0), []
     for mask in masks:
         row = [mask]
-        # The smallest group last, since each feature of a large group has the fewest occurrences.
+        # Large groups first, since each of their features occurs least.
         for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
             free = [name for name in names if name is None or all(are_compatible(name, x) for x in row if x)]
             # The least used feature, with some randomness, so that groups of equal size don't always combine alike.

@@ -25,7 +25,8 @@ from attnops_testing import oracle
 
 Array = np.ndarray[Any, Any]
 
-# From b, h, a query's index in the call, its position, and all positions: the booleans, or numbers, of its scores.
+# A function of b, h, a query's index in the call, its position, and the keys' positions: for a mask, whether the query
+# sees each key; for a bias, the number that is added to each score.
 Meaning = Callable[[int, int, int, int, Array], Any]
 
 
@@ -35,8 +36,9 @@ class ScoreCase:
 
     Attributes:
         given: the mask or bias for queries in a batch [B, T].
-        meaning: ``meaning(b, h, i, q, positions)``: of query i of row b, at position q.
-        packed: the mask or bias for packed rows, if it differs: arrays by query are then in packed order.
+        meaning: ``meaning(b, h, i, q, positions)`` for query i of row b, at position q.
+        packed: if packed rows need another mask or bias, with arrays by query in packed order: a function that makes
+            it, from a function that packs an array.
     """
 
     given: Any
@@ -45,7 +47,7 @@ class ScoreCase:
 
 
 def mask_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> ScoreCase:
-    """The mask of a problem; ``S`` slots per row, which is how many positions arrays by key have."""
+    """The mask of a problem. A row has ``S`` slots, and arrays by key have S positions."""
     # Windows, chunks and prefixes differ so much between batches and heads that a mix-up shows.
     left_of_row, left_of_head = rng.permutation(B) * 5 + 1, rng.permutation(H) * 4
     ids, ids_of_queries = rng.integers(0, 2, (B, S)), rng.integers(0, 2, (B, T))
@@ -106,11 +108,11 @@ def mask_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: in
     return ScoreCase(*simple[name])
 
 
-_BUCKETS: Final = 8, 16  # of RelativePosition, and its largest distance
+_BUCKETS: Final = 8, 16  # RelativePosition's number of buckets and largest distance
 
 
 def bias_case(name: str, rng: np.random.Generator, B: int, H: int, T: int, S: int) -> ScoreCase:
-    """The bias of a problem; see `mask_case`."""
+    """The bias of a problem. A row has ``S`` slots, and arrays by key have S positions."""
     slopes, table = rng.uniform(0.2, 0.6, H).astype(np.float32), rng.normal(size=(_BUCKETS[0], H)).astype(np.float32)
     array = rng.normal(size=(B, 1, T, S)).astype(np.float32)
     if name == "ALiBi":

@@ -21,7 +21,7 @@ class ModelLayout:
     Attributes:
         storage: "dense", "ring" or "paged".
         rows: B.
-        slots: slots per block: S of a row, R of a ring, or those of a page.
+        slots: slots per block, which is a row, a ring or a page.
         table: for "paged", the pages of each row, in order.
         pages: for "paged", the number of pages of the cache.
     """
@@ -33,7 +33,7 @@ class ModelLayout:
     pages: int = 0
 
     def place(self, row: int, index: int) -> tuple[int, int] | None:
-        """The block and slot of a token; None where it does not fit."""
+        """The block and slot of a token; None if it does not fit."""
         if self.storage == "paged":
             number = index // self.slots
             page = self.table[row][number] if number < len(self.table[row]) else -1
@@ -60,9 +60,9 @@ class CacheModel:
     Attributes:
         layout: the layout of the real cache.
         kv_heads, head_dim, value_head_dim, dtype: K, D, Dv and the dtype of tokens that are read.
-        codec: how they are stored.
-        latent, width: features of the key that are the value, or None; stored features per token, zeros included, or
-            None.
+        codec: how tokens are quantised; None: they are not.
+        latent: the number of the key's features that are the value; None for separate values.
+        width: stored features per token, padding included; None without padding.
         starts: tokens of left padding of each row.
         scales: the scales of keys and of values, float32 [] or [K], for a codec whose scales must be given.
         window, max_append: the ring's window, and the most tokens per append.
@@ -90,18 +90,16 @@ class CacheModel:
         self.rows = self.rows or [[] for _ in range(self.layout.rows)]
 
     def draw(self, rng: np.random.Generator, T: int) -> tuple[Array, Array | None]:
-        """Keys and values [B, T, K, d] of new tokens, all of which every implementation rounds alike. The first row's
-        last tokens are 0.
-
-        Zeros find code that counts non-zero tokens, or divides by a scale of 0.
+        """Keys and values [B, T, K, d] of new tokens, which all implementations round alike. The last token of the
+        first row is 0, to find code that counts non-zero tokens, or divides by a scale of 0.
         """
         scales = self.scales or (None, None)
-        found = []
+        arrays = []
         for d, scale in ((self.head_dim, scales[0]), (self.value_head_dim, scales[1])):
             x = rng.uniform(-(3**0.5), 3**0.5, (self.layout.rows, T, self.kv_heads, d)).astype(self._dtype)
             x[0, -1] = 0
-            found.append(x if self.codec is None else self.codec.settled(x, scale))
-        return found[0], None if self.latent is not None else found[1]
+            arrays.append(x if self.codec is None else self.codec.settled(x, scale))
+        return arrays[0], None if self.latent is not None else arrays[1]
 
     @property
     def _dtype(self) -> Any:
@@ -163,7 +161,7 @@ class CacheModel:
         return shapes
 
     def cache(self) -> StoredCache:
-        """A real cache with these tokens, of numpy's arrays; every other slot and scale is NaN, or 127 of int8."""
+        """A real cache with these tokens, in NumPy arrays; every other slot and scale is NaN, or 127 in int8."""
         shapes = self.empty()
         store: dict[str, Any] = {}
         for name in ("key", "value", "key_scale", "value_scale"):
@@ -217,17 +215,17 @@ class CacheModel:
         """Assert that a real cache holds these tokens, and that no other slot has changed.
 
         Args:
-            cache: afterwards.
-            before: what `cache` gave before tokens were appended.
+            cache: the real cache after tokens were appended.
+            before: the real cache before that, from `cache`.
 
-        Scales that differ by rounding are taken over from the real cache.
+        Scales may differ by rounding; those of the real cache replace the model's.
         """
         assert [len(row) for row in self.rows] == np.asarray(cache.lengths).tolist(), (
             f"lengths are {np.asarray(cache.lengths).tolist()}, but must be {[len(row) for row in self.rows]}"
         )
         old = np.asarray(before.lengths)
         names = ("key", "value", "key_scale", "value_scale")
-        found, wanted = (
+        actual, expected = (
             {
                 name: np.array(x) if name.endswith("scale") else np.array(x).view(self._stored_dtype)
                 for name in names
@@ -239,12 +237,12 @@ class CacheModel:
             for index in range(max(self.held(row).start, old[row]), len(self.rows[row])):
                 place = self.layout.place(row, index)
                 assert place is not None
-                for name, x in self._fields(self.rows[row][index], wanted, before.store.layout.width):
-                    real = found[name][place[0], :, place[1]].astype(np.float64)
+                for name, x in self._fields(self.rows[row][index], expected, before.store.layout.width):
+                    real = actual[name][place[0], :, place[1]].astype(np.float64)
                     if name.endswith("scale"):
                         np.testing.assert_allclose(real, x, rtol=1e-6, err_msg=f"{name} of row {row}, index {index}")
                         setattr(self.rows[row][index], name, real)
-                    wanted[name][place[0], :, place[1]] = real if name.endswith("scale") else x
-        for name, x in wanted.items():
-            same = (found[name] == x) | (np.isnan(found[name].astype(np.float32)) & np.isnan(x.astype(np.float32)))
+                    expected[name][place[0], :, place[1]] = real if name.endswith("scale") else x
+        for name, x in expected.items():
+            same = (actual[name] == x) | (np.isnan(actual[name].astype(np.float32)) & np.isnan(x.astype(np.float32)))
             assert same.all(), f"{name} differs at {np.argwhere(~same)[:3].tolist()} (block, head, slot, feature)"

@@ -1,4 +1,4 @@
-"""A problem over a cache: one call, the oracle's results for the tokens that the cache holds, and the comparison."""
+"""A problem over a cache: one call, the oracle's results for the tokens in the cache, and the comparison."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADS: Final = 4
 PAGES_OF_A_ROW: Final = 13
 SLOTS: Final = PAGES_OF_A_ROW * PAGE
 WINDOW: Final = 20
-# Tokens of each row before those of the queries, in several tiles of 16. Those of the last row fill its pages.
+# The number of tokens of each row before its queries, in several tiles of 16. The last row's tokens fill its pages.
 BEFORE: Final = (21, 2, 32)
 STARTS: Final = (0, 3, 17)
 PAGES: Final = B * PAGES_OF_A_ROW + 1  # one belongs to no row
@@ -52,7 +52,7 @@ class CacheProblem:
 
     Attributes:
         spec: the description of the problem.
-        metadata: the metadata that the operation is made with.
+        metadata: the operation's metadata.
         head_dim: D.
         dtype: the dtype of queries, keys and values, if ``spec`` has none.
         seed: the seed of the tokens.
@@ -91,7 +91,7 @@ class CacheProblem:
 
     @functools.cached_property
     def before(self) -> CacheModel:
-        """The cache before the queries' own tokens."""
+        """The cache without the queries' tokens."""
         spec = self.spec
         layout = {
             "dense": ModelLayout(storage="dense", rows=B, slots=SLOTS),
@@ -120,12 +120,12 @@ class CacheProblem:
 
     @functools.cached_property
     def tokens(self) -> tuple[Array, Array | None]:
-        """The queries' own tokens, [B, T, K, d]."""
+        """Keys and values of the queries' tokens, [B, T, K, d]."""
         return self.before.draw(self.rng, self.T)
 
     @functools.cached_property
     def after(self) -> CacheModel:
-        """The cache with the queries' own tokens."""
+        """The cache with the queries' tokens."""
         model, (key, value) = copy.deepcopy(self.before), self.tokens
         for b in range(B):
             for t in range(self.counts[b]):
@@ -171,15 +171,15 @@ class CacheProblem:
         return packed[None]
 
     def _packed_queries(self, x: Array) -> Array:
-        """[B, h, T, S] as [B, h, N, S], in which each run has its own row."""
-        found = np.zeros((*x.shape[:2], self.packed_length, x.shape[3]), x.dtype)
+        """[B, h, T, S] as [B, h, N, S]: the queries of a run are at their packed indices, in the run's row."""
+        packed = np.zeros((*x.shape[:2], self.packed_length, x.shape[3]), x.dtype)
         for row, first, count in self.runs:
-            found[row, :, first : first + count] = x[row, :, :count]
-        return found
+            packed[row, :, first : first + count] = x[row, :, :count]
+        return packed
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
-        """The contract's options, as the caller gives them."""
+        """The options of the call, as the caller gives them."""
         spec, options = self.spec, {}
         is_packed = spec.rows == "packed"
         for name, case in (("mask", self.mask), ("bias", self.bias)):
@@ -237,7 +237,7 @@ class CacheProblem:
         """Assert that the output agrees with the oracle by the tolerance rule, and that the cache holds the tokens.
 
         Raises:
-            AssertionError: it does not.
+            AssertionError: the output differs, or the cache does not hold the tokens.
             UnsupportedError: the operation refuses the call.
         """
         program = jax.jit(self.program(operation), compiler_options=compiler_options)

@@ -1,4 +1,4 @@
-"""Checks an operation's calls over caches: each feature is right, refused or wrong, as in `attnops_testing.runner`."""
+"""Checks of an operation's calls over caches; a feature is right, refused or wrong, as in `attnops_testing.runner`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnops_testing.runner import Outcome, Status, Subject, attempt
 
 
 def check_cache(subject: Subject, names: Sequence[str], foreign: Foreign | None = None) -> Outcome:
-    """Check the values of a call over a cache with these features, over the storage ``foreign`` if it is given."""
+    """Check the result of a call over a cache with these features; ``foreign`` is another project's storage, if any."""
 
     def check() -> None:
         problem = cache_problem(subject, names, foreign)
@@ -21,17 +21,15 @@ def check_cache(subject: Subject, names: Sequence[str], foreign: Foreign | None 
 
 
 def check_cache_row(subject: Subject, row: Sequence[str]) -> list[Outcome]:
-    """The outcome of each feature of the row, from one program if possible; features that are refused alone are left
-    out of it.
-    """
+    """Check a row of features in one program, without those that are refused by themselves."""
     together = check_cache(subject, row)
     if together.status is not Status.REFUSED:
         return [together]
-    found = {name: outcome for name in row if (outcome := cache_refusal(subject, [name])) is not None}
-    served = [name for name in row if name not in found]
+    refused = {name: outcome for name in row if (outcome := cache_refusal(subject, [name])) is not None}
+    served = [name for name in row if name not in refused]
     if len(served) == len(row):
         return [together]  # only their combination is refused
-    return [*found.values(), *([check_cache(subject, served)] if served else [])]
+    return [*refused.values(), *([check_cache(subject, served)] if served else [])]
 
 
 def cache_refusal(subject: Subject, names: Sequence[str]) -> Outcome | None:
@@ -46,12 +44,13 @@ def cache_refusal(subject: Subject, names: Sequence[str]) -> Outcome | None:
 
 
 def cache_problem(subject: Subject, names: Sequence[str], foreign: Foreign | None = None) -> CacheProblem:
-    """The problem that has these features, and fits the operation; in the runtime mode that a call over a cache has."""
+    """The problem that has these features, of sizes that the operation serves."""
     fit = subject.fit
+    # Without a mode: the call over a cache determines it.
     metadata = subject.base.replace(mode=None, block_q=fit.block, block_k=fit.block)
     return CacheProblem(combine_cache(names), metadata, head_dim=fit.D, dtype=fit.dtype, foreign=foreign)
 
 
 def cache_name(names: Sequence[str]) -> str:
-    """The name of features of a call over a cache, combined."""
+    """The name of a combination of features of a call over a cache."""
     return joined(names) if names else "plain cache"

@@ -1,4 +1,4 @@
-"""Calls of real sizes that kernels' tests compile ahead of time, forward and backward, and do not run.
+"""Calls of real sizes, forward and backward, which tests of kernels compile ahead of time but do not run::
 
 compile_for(CASES["window"].program("attnops-tpu:flash", "tpu"), CASES["window"].example, "v6e")
 """
@@ -31,13 +31,15 @@ class CompileCase:
     """A call of attention, forward and backward.
 
     Attributes:
-        T, S, B, H, K, D, Dv: dimensions; S=None is T, Dv=None is D.
+        T, S, B, H, K, D, Dv: dimensions; S=None means T, Dv=None means D.
         dtype: the dtype of query, key and value.
         mask: makes the mask from the arrays of ``traced``.
         traced: shapes and dtypes of the mask's arrays, which are arguments of the program.
         bias: makes the bias from the arrays of ``learnt``.
         learnt: shapes and dtypes of the bias's arrays, which have gradients.
-        sinks, dropout, cap: the options of the contract.
+        sinks: whether the call has sinks, [H].
+        dropout: the probability of dropout.
+        cap: the soft cap; None for none.
     """
 
     T: int = 2048

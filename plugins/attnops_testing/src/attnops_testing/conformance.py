@@ -37,24 +37,24 @@ class OperationConformance:
         operation: the operation's name, ``distribution:name``, or its class.
         platform: the platform whose forward is checked, such as "cuda"; None for this machine's.
         interpret: whether to run kernels in their language's interpreter.
-        mode: the runtime mode; gradients are checked in "train" only.
-        block: queries and keys per tile, small so that small problems have several. Lengths are 2.5 times it,
+        mode: the runtime mode; gradients are checked only in "train".
+        block: queries and keys per tile; small, so that small problems have several tiles. Lengths are 2.5 times it, or
             1.5 times in quick tests of interpreted kernels, except in features that change lengths, and for kernels
             whose lengths must be multiples of a larger number.
         dtype: the dtype of the plain problem. None: the first of float32, bfloat16 and float16 that the operation
             serves.
-        metadata: further fields of the metadata; features that set the same field take precedence.
+        metadata: other fields of the metadata; features that set the same field take precedence.
         refuses: the names of features and behaviours (such as "export" or "second derivative") that the operation
-            refuses with a reason. A named behaviour may also raise any exception. ``"caches"`` stands for every call
-            over a cache. A named one must not be right; others may be refused too, unless ``strict``.
+            refuses with a reason. A behaviour named here may also raise any exception. ``"caches"`` stands for every
+            call over a cache. Names in this set must not be right; others may be refused too, unless ``strict``.
         strict: whether a feature that is refused must be in ``refuses``; so must a pair whose features are served
-            alone, as ``"GQA + Causal"``.
-        limit: seconds per case; by default 100, or 300 in an interpreter. A case that takes longer is reported with its
+            singly, as ``"GQA + Causal"``.
+        limit: seconds per case; by default 100, or 300 in an interpreter. A case that needs more is reported with its
             stack, and ends the run.
         slow: the names of tests, such as "test_behaviour", and of cases, such as "vmap", that are marked ``slow`` too.
-        exhaustive: the names of tests, such as "test_all_pairs", that take too long in total for this operation: their
-            slow cases are marked ``exhaustive`` too.
-        every: by name of a test, a number n: each n-th of its slow cases is marked ``slow`` only, the others
+        exhaustive: the names of tests, such as "test_all_pairs", that need too much time in total for this operation:
+            their slow cases are marked ``exhaustive`` too.
+        every: by name of a test, a number n: each n-th of its slow cases is marked only ``slow``, the others
             ``exhaustive`` too.
     """
 
@@ -76,7 +76,7 @@ class OperationConformance:
         """Refuse declarations that would have no effect.
 
         Raises:
-            ValueError: a name that nothing has.
+            ValueError: a name is unknown.
         """
         super().__init_subclass__(**kwargs)
         tests = [name for name in dir(cls) if name.startswith("test_")]
@@ -147,7 +147,7 @@ def _test(part: str) -> Callable[[OperationConformance, Any], None]:
     def test(self: OperationConformance, case: Any) -> None:
         self._check(part, case)
 
-    test.__name__, test.__doc__ = f"test_{part}", f'See "{part}" in `attnops_testing.suite`.'
+    test.__name__, test.__doc__ = f"test_{part}", f'A case of "{part}" in `attnops_testing.suite`.'
     return test
 
 
@@ -159,7 +159,7 @@ def _failed(item: pytest.Item, outcome: Outcome) -> None:
     """Report a case that did not end, and end the run as pytest does."""
     if capture := item.config.pluginmanager.getplugin("capturemanager"):
         capture.suspend_global_capture(in_=True)
-    text = f"{outcome.detail}; `limit` may state more\n{outcome.traceback}"
+    text = f"{outcome.detail}; a larger `limit` allows more\n{outcome.traceback}"
     report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
     item.ihook.pytest_runtest_logreport(report=report)
     item.config.hook.pytest_sessionfinish(session=item.session, exitstatus=1)
@@ -187,7 +187,7 @@ class Conformance:
             `attnops_testing.check_against`.
         problems: by name, functions of a `numpy.random.Generator` that draw the arguments and options of a call.
         dtypes: floating-point arrays are cast to each of these in turn.
-        refuses: which of ``"problem dtype"`` it refuses, and no others.
+        refuses: the ``"problem dtype"`` names that the operation refuses; it must refuse these and no others.
     """
 
     operation: ClassVar[str | type[BaseOperation]]
@@ -201,7 +201,7 @@ class Conformance:
     refuses: ClassVar[frozenset[str]] = frozenset()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """The problems, dtypes and checks of the subclass."""
+        """Parametrise the test with the problems, dtypes and checks of the subclass."""
         if "problem" in metafunc.fixturenames:
             metafunc.parametrize("problem", self.problems)
             metafunc.parametrize("dtype", self.dtypes)
@@ -213,6 +213,7 @@ class Conformance:
         subject = ReferenceSubject(**{name: getattr(type(self), name) for name in names})
         outcome = subject.check(self.problems[problem], check, dtype)
         assert outcome.status is not Status.WRONG, outcome.detail
-        if check != "negative control":  # which is about the reference alone
+        if check != "negative control":  # which checks only the reference
             refused = f"{problem} {dtype}" in self.refuses
-            assert refused == (outcome.status is Status.REFUSED), outcome.detail or "it is served: take it out"
+            why = outcome.detail or f"{problem} {dtype} is in `refuses`, but is served: take it out"
+            assert refused == (outcome.status is Status.REFUSED), why

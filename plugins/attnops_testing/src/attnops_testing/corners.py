@@ -46,8 +46,13 @@ def fitted(subject: Subject, *lengths: int) -> tuple[int, ...]:
 def agree(
     subject: Subject, function: Callable[..., jax.Array], *arguments: jax.Array, tile: tuple[int, int] = (1, 1)
 ) -> None:
-    """Assert that ``function(operation, *arguments)`` and its gradients equal vanilla's, in tiles of this many
-    blocks.
+    """Assert that ``function(operation, *arguments)`` and its gradients equal vanilla's.
+
+    Args:
+        subject: the operation.
+        function: from an operation and the arguments to an output.
+        *arguments: float32 arrays, for which gradients are compared.
+        tile: queries and keys per tile, as multiples of the subject's block.
     """
 
     def run(operation: BaseOperation) -> dict[str, PyTree]:
@@ -61,21 +66,21 @@ def agree(
             out, pull_back = jax.vjp(value, *x)
             return {"output": out, "gradients": pull_back(2 * out)}
 
-        found: dict[str, PyTree] = jax.jit(both, compiler_options=subject.compiler_options)(*arguments)
-        return found
+        result: dict[str, PyTree] = jax.jit(both, compiler_options=subject.compiler_options)(*arguments)
+        return result
 
     q, k = (n * subject.block for n in tile)
-    found = run(subject.make(subject.base.replace(block_q=q, block_k=k)))
+    actual = run(subject.make(subject.base.replace(block_q=q, block_k=k)))
     expected = run(OperationRegistry.create("attnops:vanilla", OperationMetadata(mode=subject.mode)))
-    for (path, one), other in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        largest = max(1.0, float(np.abs(other).max()))
+    for (path, x), exact in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True):
+        largest = max(1.0, float(np.abs(exact).max()))
         np.testing.assert_allclose(
-            one, other, rtol=2e-5, atol=2e-5 * largest, err_msg=f"{jax.tree_util.keystr(path)} is not vanilla's"
+            x, exact, rtol=2e-5, atol=2e-5 * largest, err_msg=f"{jax.tree_util.keystr(path)} is not vanilla's"
         )
 
 
 def partial_vmap(subject: Subject) -> None:
-    """Under `jax.vmap` over some arguments the others are shared, though their batch is 1."""
+    """Under `jax.vmap` over some arguments, the others are shared by all slices, also if their batch is 1."""
     n, d = fitted(subject, 24)
     shapes = (1, n, 2, d), (1, n, 1, d), (1, n, 1, d)
     for mapped in ((0, None, None), (None, 0, None), (None, 0, 0)):
@@ -88,7 +93,7 @@ def partial_vmap(subject: Subject) -> None:
 
 
 def nested_vmap(subject: Subject) -> None:
-    """Under two `jax.vmap`, one over a mask's numbers and a bias, one over queries, each slice has its own."""
+    """Under two `jax.vmap`, one over a bias, one over queries and a mask's numbers, each slice uses its own arrays."""
     n, d = fitted(subject, 24)
     q, k, v = draw(2, 2, n, 2, d), draw(2, n, 1, d), draw(2, n, 1, d)
     lengths = jnp.array([[5, n], [17, 0], [9, 1]])
@@ -145,12 +150,12 @@ def finite_at_every_index(subject: Subject) -> None:
 
 
 def functions(subject: Subject) -> None:
-    """A `ScoreFn` may depend on less than a score, and on what it captures."""
+    """A `ScoreFn` need not depend on the score or its indices, and may use values that it captures."""
     n, d = fitted(subject, 24)
     captured = jnp.float32(1.7)
     scaled = jax.jit(lambda x: x * captured)
     fns: tuple[Callable[..., jax.Array], ...] = (
-        lambda s, b, h, q, kv, t: 0 * s + t[kv],  # of keys alone
+        lambda s, b, h, q, kv, t: 0 * s + t[kv],  # only of keys
         lambda s, b, h, q, kv, t: jnp.zeros_like(s) + t[0],  # of nothing
         lambda s, b, h, q, kv, t: scaled(s) * t[q],
         lambda s, b, h, q, kv, t: s + jax.nn.relu(t[q]) * t[kv],  # with a custom derivative, computed per token
@@ -165,7 +170,7 @@ def functions(subject: Subject) -> None:
         agree(subject, call, draw(1, n, 1, d), draw(1, n, 1, d), draw(n))
 
 
-def own_derivatives(subject: Subject) -> None:
+def custom_derivatives(subject: Subject) -> None:
     """A custom derivative of a `ScoreFn` is used, or the function is refused."""
     straight_through = jax.custom_jvp(lambda x: jnp.round(x))
     straight_through.defjvp(lambda x, dx: (jnp.round(x[0]), dx[0]))
@@ -185,8 +190,8 @@ def own_derivatives(subject: Subject) -> None:
     agree(subject, call, draw(1, n, 1, d), draw(n))
 
 
-def masks_of_one_row(subject: Subject) -> None:
-    """A mask whose arrays have one row, [1, T], serves every batch."""
+def masks_with_one_row(subject: Subject) -> None:
+    """A mask whose arrays have one row, [1, T], applies to every batch row."""
     n, d = fitted(subject, 24)
     ids = np.repeat(np.arange(3), [5, 11, n - 16])[None]
     refused: list[Reason] = []
@@ -239,23 +244,23 @@ def unsigned_lookups(subject: Subject) -> None:
     agree(subject, call, draw(1, n, 1, d))
 
 
-# Arrays and functions in addition to query and key, each sliced with them in its own way.
+# Masks, biases and sinks with arrays that a mesh shards along batch, heads or both.
 _ON_A_MESH: Final = (("Lengths", "ALiBi"), ("mask per head", "ScoreFn"), ("mask per batch", "sinks"), ("MaskFn", "GQA"))
 # Combinations for an operation that refuses all of `_ON_A_MESH`.
 _LESS_ON_A_MESH: Final = (("Causal", "GQA"), ())
 
 
 def mesh(subject: Subject) -> None:
-    """On a mesh that shards batch and heads the results are right; needs four devices."""
+    """Results are right on a mesh that shards batch and heads; needs four devices."""
     devices = jax.devices()
     if len(devices) < 4:
         raise NotRunError(f"needs 4 devices, and has {len(devices)}: set JAX_NUM_CPU_DEVICES=4")
-    given = subject.base.replace(mesh=create_mesh((2, 2), ("dp", "tp"), devices=devices[:4]))
+    metadata = subject.base.replace(mesh=create_mesh((2, 2), ("dp", "tp"), devices=devices[:4]))
     refused: list[Reason] = []
     for rows in (_ON_A_MESH, _LESS_ON_A_MESH):
         served = False
         for names in rows:
-            problem = subject.problem(names, metadata=given)
+            problem = subject.problem(names, metadata=metadata)
             operation = subject.make(problem.metadata)
             if reasons := problem.reasons(operation):
                 refused += reasons
@@ -264,7 +269,7 @@ def mesh(subject: Subject) -> None:
             served = True
         if served:
             return
-    raise UnsupportedError("it refuses all calls that a mesh shards", refused)
+    raise UnsupportedError("it refuses every call that a mesh shards", refused)
 
 
 def not_finite(subject: Subject) -> None:
@@ -285,8 +290,8 @@ CORNERS: Final[dict[str, Callable[[Subject], None]]] = {
     "NaN behind Lengths, ScoreFn": hidden_and_changed,
     "ScoreFn of existing tokens": finite_at_every_index,
     "ScoreFn of fewer arguments": functions,
-    "ScoreFn with its own derivative": own_derivatives,
-    "masks of one row": masks_of_one_row,
+    "ScoreFn with its own derivative": custom_derivatives,
+    "masks of one row": masks_with_one_row,
     "unequal tiles": unequal_tiles,
     "mesh": mesh,
     "large soft cap": large_soft_cap,

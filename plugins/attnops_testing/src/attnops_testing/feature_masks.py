@@ -1,4 +1,4 @@
-"""The masks of the conformance suite, each with its expected booleans, computed in numpy only.
+"""The masks of the conformance suite, each with its expected booleans, computed only in NumPy.
 
 A case is a function of (B, H, T, S) that returns the mask and booleans that broadcast to [B, H, T, S].
 """
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ExpectedMask(NamedTuple):
-    """A mask, and the booleans that it must be, [B or 1, H or 1, T or 1, S or 1]."""
+    """A mask and its expected booleans, [B or 1, H or 1, T or 1, S or 1]."""
 
     mask: Mask
     visible: Array
@@ -38,7 +38,7 @@ MaskCase = Callable[[int, int, int, int], ExpectedMask]
 
 
 class Padding(NamedTuple):
-    """A mask that hides tokens, its booleans, and the hidden tokens by argument, booleans [B, length]."""
+    """A mask, its expected booleans, and which tokens it hides: booleans [B, length] for query, key and value."""
 
     mask: Mask
     visible: Array
@@ -62,7 +62,7 @@ def _offset(B: int, H: int, T: int, S: int) -> ExpectedMask:
 
 def _window(B: int, H: int, T: int, S: int) -> ExpectedMask:
     q, kv = _positions(T, S)
-    left = 5 if S <= 128 else S // 2 - 7  # in a long problem it begins in one tile of 128 and ends in another
+    left = 5 if S <= 128 else S // 2 - 7  # in a long problem a window begins in one tile of 128 and ends in another
     return ExpectedMask(SlidingWindow(left, 2), ((q - left <= kv) & (kv <= q + 2))[None, None])
 
 
@@ -96,7 +96,7 @@ def _lengths(B: int, H: int, T: int, S: int) -> ExpectedMask:
 
 
 def _is_token(B: int, S: int) -> Array:
-    """Which keys are tokens, [B, S]: some holes, and another first token in each row."""
+    """Which keys are tokens, [B, S]: with holes, and with another first token in each row."""
     kv = np.arange(S)[None, :]
     return (kv >= 2 * np.arange(B)[:, None]) & (kv % 5 != 3)
 
@@ -144,7 +144,7 @@ def _ancestors(B: int, H: int, T: int, S: int) -> ExpectedMask:
 
 
 def _ancestors_at(B: int, H: int, T: int, S: int) -> ExpectedMask:
-    """As over a cache whose rows differ in length: no query sees the keys after the drafted ones."""
+    """A mask as over a cache whose rows differ in length: no query sees the keys after the drafted ones."""
     parents, committed = _tree(B, T), np.maximum(S // 2 - 3 * np.arange(B), 0)
     mask = Ancestors(parents).at(committed[:, None] + np.arange(T))
     return ExpectedMask(mask, _descends(parents, committed, S))
@@ -220,7 +220,7 @@ MASKS: Final[dict[str, MaskCase]] = {
     "mask per batch": _per_batch,
 }
 
-# Their arrays are arguments of the compiled program.
+# Masks whose arrays are arguments of the compiled program.
 TRACED_MASKS: Final[dict[str, MaskCase]] = {
     "traced Causal(offset)": _per_batch,
     "traced Segments": _and,
@@ -252,14 +252,14 @@ def _nan_dense(B: int, H: int, T: int, S: int) -> Padding:
 
 
 def _nan_offset(B: int, H: int, T: int, S: int) -> Padding:
-    """The last three keys come after every query; where T ≥ S, the first queries before every key."""
+    """No query sees the last three keys; if T ≥ S, the first queries see no key."""
     q, kv = np.arange(T) + S - T - 3, np.arange(S)
     visible = kv <= q[:, None]
     return Padding(Causal(offset=S - T - 3), visible[None, None], _hidden(B, visible))
 
 
 def _nan_window(B: int, H: int, T: int, S: int) -> Padding:
-    """Queries without keys, and where T < S keys before every window."""
+    """Some queries see no key; if T < S, some keys are before every window."""
     q, kv = np.arange(T) + S - T - 4, np.arange(S)
     visible = (q[:, None] - 2 <= kv) & (kv <= q[:, None])
     return Padding(SlidingWindow(2, 0, offset=S - T - 4), visible[None, None], _hidden(B, visible))

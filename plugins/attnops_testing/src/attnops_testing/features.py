@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 ARRAY_BIASES: Final = ("BHTS", "HTS", "TS", "S", "T", "BS")
 # Fields of `Spec` that a feature may derive from those of the plain problem.
 _DERIVED: Final = frozenset({"K", "Dv", "T", "S"})
-# exp of it overflows float32, but the softmax is still accurate.
+# A score whose exponential overflows float32, while the softmax is still accurate.
 _LARGE: Final = 150
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """The description of a problem; the defaults are the plain one, which every operation should serve.
+    """The description of a problem; the defaults are the plain problem, which every operation should serve.
 
     Attributes:
         block: queries, and keys, per tile; the unit of lengths.
-        multiple: lengths that are given in tiles are rounded down to a multiple of it.
+        multiple: lengths that are given in tiles are rounded down to a multiple of this.
         T: (tiles, more): whole tiles of queries, and a number of further queries (an int) or a fraction of a tile.
         S: the same for keys; None for T.
         B, H, K, D: dimensions.
@@ -49,8 +49,9 @@ class Spec:
         mask: the mask of the problem, as in `attnops_testing.feature_masks.MASKS`; None for none.
         traced_mask: whether the mask's arrays are arguments of the compiled program rather than constants.
         padding: hides further tokens in addition to the mask.
-        sinks, dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights: the contract's.
-        layout, runtime_dtype: the metadata's; None to keep its values.
+        sinks: whether the call has sinks, [H].
+        dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights: options of the call.
+        layout, runtime_dtype: fields of the metadata; None to keep its values.
     """
 
     block: int = 16
@@ -83,7 +84,7 @@ class Spec:
         """The problem, with random arrays.
 
         Args:
-            metadata: the operation's metadata, whose layout, dtype, dropout and tile sizes are set.
+            metadata: the operation's metadata; its layout, dtype, dropout and tile sizes are replaced.
             seed: the seed of the arrays and cotangents.
         """
         rng = np.random.default_rng(seed)
@@ -101,7 +102,7 @@ class Spec:
         query, key = draw(self.B, T, self.H, self.D), draw(self.B, S, self.K, self.D, dtype=kv_dtype)
         value = draw(self.B, S, self.K, self.Dv or self.D, dtype=kv_dtype)
         if self.large:
-            # Varies by query only: if one key had all the weight, few errors would show.
+            # Scores vary only by query: if one key had all the weight, few errors would be visible.
             size = _LARGE / abs(self.softmax_scale or metadata.softmax_scale or self.D**-0.5)
             query[..., 0] = np.where(np.arange(T) % 2, -size, size)[:, None]
             key[..., 0] = 1
@@ -160,7 +161,8 @@ def _bias(
         seen = (np.arange(T)[:, None] % 5 != 2) & (np.arange(S) % 3 != 1)
         return np.where(seen, draw(1, 1, T, S, dtype=dtype), np.asarray(-np.inf, jnp.dtype(dtype)))
     if kind == "lowest":
-        # As model code masks keys, in the last batch all of them. In float16 the sum with a score must not overflow.
+        # The way in which model code masks keys; in the last batch row all keys are masked. In float16 the sum with a
+        # score must not overflow.
         hidden = (np.arange(S) % 3 == 1) | (np.arange(B) == B - 1)[:, None, None, None]
         return np.where(
             hidden, np.asarray(0.7 * float(jnp.finfo(dtype).min), jnp.dtype(dtype)), draw(1, 1, 1, S, dtype=dtype)
@@ -188,9 +190,9 @@ class Feature:
     """A feature of the contract.
 
     Attributes:
-        name: in tables.
+        name: the name in tables.
         group: features of one group exclude each other, except masks, which are joined by ``&``.
-        changes: fields of `Spec`; a function gives a field for the plain problem.
+        changes: fields of `Spec`; a value may be a function of the plain problem.
         trivial: whether it makes other features have no effect, so that a problem with it does not test pairs of
             others.
         cost: its time in a kernel language's interpreter, as a multiple of the plain problem's.

@@ -41,9 +41,8 @@ class Fit:
     dtype: str = "float32"
 
     def tokens(self, tiles: int, more: float) -> int:
-        """The length in tokens of so many tiles and ``more``.
-
-        ``more`` is a fraction of a tile, and the length is rounded; or an int, a number of tokens, and it is not.
+        """The length of ``tiles`` tiles and ``more``: a number of tokens (an int), or a fraction of a tile, for which
+        the length is rounded down to a multiple of ``multiple``.
         """
         if isinstance(more, int):
             return tiles * self.block + more

@@ -1,4 +1,4 @@
-"""A limit on the seconds that a check takes."""
+"""A limit on the seconds that a check may last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnops_testing.runner import Outcome, Status
 
 
 def default_limit(interpret: bool) -> float:
-    """Seconds for a case; an interpreter takes longer."""
+    """Seconds for a case; an interpreter needs more."""
     return 300 if interpret else 100
 
 
@@ -33,7 +33,7 @@ def limited(name: str, seconds: float, report: Callable[[Outcome], None]) -> Ite
     def end() -> None:
         stack = "".join(traceback.format_stack(sys._current_frames()[checking]))
         if "/pdb.py" in stack:
-            return  # a person debugs it
+            return  # somebody is debugging it
         try:
             report(Outcome(name, Status.WRONG, f"did not end in {seconds:g} s", "Timeout", stack))
             sys.stdout.flush()

@@ -31,19 +31,19 @@ CASES: Final[dict[str, tuple[float, float]]] = {
 
 
 def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradients: bool = True) -> None:
-    """Assert that output, logsumexp and the gradients of finite rows equal the oracle's, with NaN exactly where it has
-    NaN.
+    """Assert that output, logsumexp and the gradients of finite rows equal the oracle's, with NaN exactly where the
+    oracle has NaN.
 
-    One row is fully masked, and a masked score has a bias of NaN: neither may become NaN.
+    One row is fully masked, and a masked score has a bias of NaN: neither may make a row NaN.
 
     Args:
-        operation: what is checked.
+        operation: the operation to check.
         case: a key of `CASES`.
         sinks: whether the call has sinks and asks for the logsumexp.
         gradients: whether gradients are checked.
 
     Raises:
-        AssertionError: a value is off.
+        AssertionError: a value differs.
         UnsupportedError: the operation refuses the call.
     """
     rng = np.random.default_rng(0)
@@ -54,12 +54,14 @@ def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradie
     at_score, at_head = CASES[case]
     bias[(*_ROW, _KEY)] += at_score
     bias[(*_ROW, _HIDDEN_KEY)] = np.nan
-    given: dict[str, oracle.Array] = {"query": q, "key": k, "value": v, "bias": bias}
+    inputs: dict[str, oracle.Array] = {"query": q, "key": k, "value": v, "bias": bias}
     if sinks:
-        given["sinks"] = np.array([0.3, at_head], np.float32)
+        inputs["sinks"] = np.array([0.3, at_head], np.float32)
     dense = np.asarray(_mask(S).dense(B, H, T, S))
-    out, lse, found = _compiled(operation, sinks, gradients)({name: jnp.asarray(x) for name, x in given.items()}, d_out)
-    extra = {name: x for name, x in given.items() if name in ("bias", "sinks")}
+    out, lse, computed = _compiled(operation, sinks, gradients)(
+        {name: jnp.asarray(x) for name, x in inputs.items()}, d_out
+    )
+    extra = {name: x for name, x in inputs.items() if name in ("bias", "sinks")}
     expected = oracle.attention(q, k, v, mask=dense, **extra)
     np.testing.assert_allclose(out, expected.out, atol=1e-5, err_msg=f"{case}: output")
     if sinks:
@@ -67,11 +69,11 @@ def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradie
     if not gradients:
         return
     wanted = oracle.attention_gradients(q, k, v, d_out=d_out, mask=dense, **extra).values
-    is_right: Any = np.isfinite(expected.out).all(-1)  # [B, T, H]
-    for name, right in (("query", is_right), ("bias", is_right.swapaxes(1, 2)), ("sinks", is_right.all((0, 1)))):
-        if name in found:
+    finite: Any = np.isfinite(expected.out).all(-1)  # [B, T, H]
+    for name, rows in (("query", finite), ("bias", finite.swapaxes(1, 2)), ("sinks", finite.all((0, 1)))):
+        if name in computed:
             np.testing.assert_allclose(
-                np.asarray(found[name])[right], wanted[name][right], atol=1e-4, err_msg=f"{case}: gradient of {name}"
+                np.asarray(computed[name])[rows], wanted[name][rows], atol=1e-4, err_msg=f"{case}: gradient of {name}"
             )
 
 
@@ -83,16 +85,16 @@ def _mask(S: int) -> Mask:
 def _compiled(operation: OperationImpl, lse: bool, gradients: bool) -> Function:
     """Output, logsumexp and gradients, compiled once for all cases."""
 
-    def call(given: dict[str, PyTree]) -> tuple[jax.Array, jax.Array | None]:
-        q, k, v = (given[name] for name in ("query", "key", "value"))
-        options = {name: x for name, x in given.items() if name in ("bias", "sinks")}
-        found = operation(q, k, v, mask=_mask(k.shape[1]), return_lse=lse, **options)
-        return found.attention_outputs, found.logsumexp
+    def call(inputs: dict[str, PyTree]) -> tuple[jax.Array, jax.Array | None]:
+        q, k, v = (inputs[name] for name in ("query", "key", "value"))
+        options = {name: x for name, x in inputs.items() if name in ("bias", "sinks")}
+        output = operation(q, k, v, mask=_mask(k.shape[1]), return_lse=lse, **options)
+        return output.attention_outputs, output.logsumexp
 
-    def both(given: dict[str, Any], d_out: jax.Array) -> PyTree:
+    def both(inputs: dict[str, Any], d_out: jax.Array) -> PyTree:
         if not gradients:
-            return *call(given), {}
-        out, pull_back, rows = jax.vjp(call, given, has_aux=True)
-        return out, rows, pull_back(d_out)[0]
+            return *call(inputs), {}
+        out, pull_back, logsumexp = jax.vjp(call, inputs, has_aux=True)
+        return out, logsumexp, pull_back(d_out)[0]
 
     return jax.jit(both, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)

@@ -205,8 +205,8 @@ def _einsum(spec: str, x: Array, y: Array) -> Array:
     """`numpy.einsum` over one contracted axis.
 
     float32 is summed in order, as in a plain loop: numpy, BLAS and kernels don't specify their order of summation, and
-        the tolerance rule must not depend on it. 16-bit inputs are accumulated in float32 and the result is rounded, as
-        processors do.
+    the tolerance rule must not depend on it. 16-bit inputs are accumulated in float32 and the result is rounded, as
+    processors do.
     """
     if x.dtype.itemsize <= 2:
         return np.einsum(spec, x.astype(np.float32), y.astype(np.float32)).astype(x.dtype)
@@ -264,10 +264,10 @@ def relative_position_gradient(
     d_bias: Array, table: Array, T: int, S: int, bidirectional: bool, max_distance: int
 ) -> Array:
     """The gradient of T5's table, [buckets, H], from that of its bias."""
-    found = np.zeros(np.shape(table))
+    gradient = np.zeros(np.shape(table))
     buckets = relative_position_buckets(len(table), T, S, bidirectional, max_distance)
-    np.add.at(found, buckets, d_bias.sum(axis=0).transpose(1, 2, 0))
-    return found
+    np.add.at(gradient, buckets, d_bias.sum(axis=0).transpose(1, 2, 0))
+    return gradient
 
 
 def relative_position_buckets(buckets: int, T: int, S: int, bidirectional: bool, max_distance: int) -> Array:
@@ -313,8 +313,8 @@ def dropout_keep(words: ArrayLike, prob: float, shape: tuple[int, int, int, int]
 
     # Products of two 32-bit numbers fit 64 bits, so that nothing but the modulus wraps.
     b, h, i, j = (
-        np.arange(size, dtype=np.uint64).reshape([-1 if a == own else 1 for a in range(4)])
-        for own, size in enumerate(shape)
+        np.arange(size, dtype=np.uint64).reshape([-1 if a == axis else 1 for a in range(4)])
+        for axis, size in enumerate(shape)
     )
     first, second = (np.uint64(int(word)) for word in np.asarray(words))
     x = mix((first + b * 0x9E3779B1) % 2**32)

@@ -17,17 +17,17 @@ from attnops_testing.fit import Fit
 # The most features in one problem, so that each still has an effect.
 ROW: Final = 5
 
-# Pairs that kernels got wrong although each feature alone was right; they are in every sample.
+# Pairs that were wrong in kernels although each feature alone was right; they are in every sample.
 ALWAYS: Final = (("GQA", "Segments"), ("D ≠ Dv", "sinks"), ("SlidingWindow", "logsumexp"), ("T < S", "Causal"))
 
-# Features that have an effect only together with another: with other dtypes a float32 bias is an ordinary one.
+# Features that have an effect only together with another: a float32 bias is special only with other dtypes.
 COMPANIONS: Final = {"bfloat16": "float32 bias"}
 
-# Features with scores so far apart that changes by the features of `OF_SCORES` hardly show.
+# Features with scores so far apart that features of the groups `SCORE_GROUPS` hardly change the result.
 EXTREME: Final = frozenset({"rising bias", "bias near finfo.min", "large logits"})
-OF_SCORES: Final = frozenset({"bias", "scale", "logits", "cap", "sinks"})
+SCORE_GROUPS: Final = frozenset({"bias", "scale", "logits", "cap", "sinks"})
 # Large logits at large head dims: XLA's CPU backend sums small products sequentially, so that its float32 error exceeds
-# numpy's, on which the tolerance is based (4.4 instead of 1.8 ulp of the largest, at 24 × 24 × 256, JAX 0.12).
+# numpy's, on which the tolerance is based (4.4 instead of 1.8 ulp of the largest element, at 24 × 24 × 256, JAX 0.12).
 INEXACT: Final = {"large logits": frozenset({"head_dim 256", "head dims 576/512"})}
 
 
@@ -61,7 +61,7 @@ def all_pairs(names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def rows_of_each() -> tuple[tuple[str, ...], ...]:
-    """Combinations in which every feature occurs once, as few as the largest group allows and equally costly.
+    """Combinations in which every feature occurs once: as few as the largest group allows, and of about equal cost.
 
     A row has at most two masks, joined by ``&``, each of which hides keys that the other shows. Features that make
     others trivial are alone in their row.
@@ -75,8 +75,8 @@ def rows_of_each() -> tuple[tuple[str, ...], ...]:
         if FEATURES[name].trivial:
             rows.append([name])
             continue
-        shown = [row for row in rows if COMPANIONS.get(name) in row]
-        free = (row for row in shown or rows if _combine([*row, name]))
+        with_companion = [row for row in rows if COMPANIONS.get(name) in row]
+        free = (row for row in with_companion or rows if _combine([*row, name]))
         row = min(free, key=lambda row: sum(FEATURES[other].cost for other in row), default=None)
         if row is None:
             rows.append(row := [])
@@ -95,10 +95,10 @@ def _combine(row: Sequence[str]) -> bool:
         or groups[new.group] >= (2 if new.group == "mask" else 1)
     ):
         return False
-    # If one mask's arrays are arguments of the program, those of the mask that is joined to it are too.
+    # Masks that are joined must both have arrays that are arguments of the program, or both not.
     if len({feature.name in TRACED_MASKS for feature in masks}) > 1:
         return False
-    if any(x.name in EXTREME and y.group in OF_SCORES for other in others for x, y in ((other, new), (new, other))):
+    if any(x.name in EXTREME and y.group in SCORE_GROUPS for other in others for x, y in ((other, new), (new, other))):
         return False
     names = set(row)
     if any(name in names and not many.isdisjoint(names) for name, many in INEXACT.items()):
@@ -119,29 +119,29 @@ def _combine(row: Sequence[str]) -> bool:
 
 
 def sampled_pairs() -> list[tuple[str, str]]:
-    """Pairs in which every feature occurs that can be combined with another.
+    """Pairs in which each feature occurs that can be combined with another.
 
-    Begins with `ALWAYS`; then each feature is paired with one as far away in the table as possible.
+    The first are `ALWAYS`; each other feature is paired with one as far away in the table as possible.
     """
     names = changing()
-    found = list(ALWAYS)
-    left = [name for name in names if not any(name in pair for pair in found)]
+    pairs = list(ALWAYS)
+    left = [name for name in names if not any(name in pair for pair in pairs)]
     half = len(left) // 2
     first, second = left[:half], left[half:]
     for i, name in enumerate(first):
         partners = (second[(i + shift) % len(second)] for shift in range(len(second)))
-        used = {partner for _, partner in found}
+        used = {partner for _, partner in pairs}
         free = [p for p in partners if FEATURES[p].group != FEATURES[name].group]
         if partner := next((p for p in free if p not in used), None):
-            found.append((name, partner))
-    paired = {name for pair in found for name in pair}
+            pairs.append((name, partner))
+    paired = {name for pair in pairs for name in pair}
     for name in names:
         if name not in paired:
             others = (p for p in names if FEATURES[p].group != FEATURES[name].group)
             if partner := next(others, None):
                 a, b = sorted((name, partner), key=list(FEATURES).index)
-                found.append((a, b))
-    return list(dict.fromkeys(found))
+                pairs.append((a, b))
+    return list(dict.fromkeys(pairs))
 
 
 @functools.cache

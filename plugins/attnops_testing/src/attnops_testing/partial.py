@@ -14,8 +14,8 @@ from attnops.dropout import ShiftedKey
 from attnops.masks import Causal
 from attnops.softmax import Contribution, PartialSoftmax, contribution, merge
 
-# Queries; keys; and where the keys are split in two, inside a tile. The first queries see no key of the second part.
-_T, _S, _CUT = 48, 80, 40
+# Queries; keys; and where the keys are split in two, inside a tile. The first queries see no key of the second chunk.
+_T, _S, _SPLIT = 48, 80, 40
 _TOLERANCE: Final = 2e-5
 
 
@@ -47,15 +47,15 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         **fields: fields of the metadata.
 
     Raises:
-        AssertionError: one differs.
+        AssertionError: a result differs.
     """
     prob = 0.3 if features == "dropout" else 0.0
     metadata = OperationMetadata(platform=platform, dropout_prob=prob, on_unsupported="error", **fields)
     operation: Any = OperationRegistry.create(name, metadata)
     vanilla: Any = OperationRegistry.create("attnops:vanilla", OperationMetadata(platform="cpu", dropout_prob=prob))
     (q, k, v, d_out), d_lse, bias = _arrays(features)
-    # Query i is at position i + 20, so that queries from the 20th on see keys of the second part.
-    offset = _CUT - 20
+    # Query i is at position i + 20, so that queries from the 20th on see keys of the second chunk.
+    offset = _SPLIT - 20
 
     def key_of(first: int) -> ShiftedKey | None:
         # The queries are every fifth of a longer call's, the keys every other.
@@ -77,7 +77,7 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
     expected = pull_back((d_out, d_lse))
     # The cotangent of the contribution's weight.
     d_weight = d_lse - (d_out * out).sum(-1).swapaxes(1, 2)
-    spans = (0, _CUT), (_CUT, _S)
+    spans = (0, _SPLIT), (_SPLIT, _S)
 
     @jax.jit
     def partials_of(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> list[PartialSoftmax]:
@@ -97,15 +97,15 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
 
     partials = partials_of(q, k, v, bias)
     total_out, total_lse, total_residual = merge(*partials)
-    _same("the parts merged", total_out, out)
-    _same("their logsumexp", total_lse, lse)
+    _same("the merged output", total_out, out)
+    _same("the merged logsumexp", total_lse, lse)
     shares = [contribution(partial, total_lse, total_residual) for partial in partials]
     gradients = gradients_of(q, k, v, bias, total_lse, total_residual)
     total, weights = (sum(x) for x in zip(*shares, strict=True))
     d_query = sum(d[0] for d in gradients)
     d_keys, d_values, d_bias = ([d[i] for d in gradients] for i in (1, 2, 3))
-    _same("the output", total, out)
-    _same("the weight of all", weights, jnp.ones_like(weights))
+    _same("the sum of contributions", total, out)
+    _same("the sum of their weights", weights, jnp.ones_like(weights))
     _same("query's gradient", d_query, expected[0])
     _same("keys' gradient", jnp.concatenate(d_keys, axis=1), expected[1])
     _same("values' gradient", jnp.concatenate(d_values, axis=1), expected[2])
@@ -113,6 +113,6 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         _same("the bias's gradient", jnp.concatenate(d_bias, axis=3), expected[3])
 
 
-def _same(what: str, found: jax.Array, expected: jax.Array) -> None:
+def _same(what: str, actual: jax.Array, expected: jax.Array) -> None:
     scale = float(jnp.abs(expected).max())
-    np.testing.assert_allclose(found, expected, atol=_TOLERANCE * scale, rtol=0, err_msg=what)
+    np.testing.assert_allclose(actual, expected, atol=_TOLERANCE * scale, rtol=0, err_msg=what)

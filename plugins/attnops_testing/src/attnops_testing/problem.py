@@ -42,7 +42,7 @@ class Problem:
         key: [B, S, K, D].
         value: [B, S, K, Dv].
         options: the contract's options, as the caller gives them.
-        metadata: the metadata that the operation is made with.
+        metadata: the operation's metadata.
         seed: the seed of the random cotangents.
         visible: what the mask allows, booleans that broadcast to [B, H, T, S], computed independently of the mask.
             None: the mask computes them.
@@ -130,7 +130,7 @@ class Problem:
     def call(
         self, operation: OperationImpl, inputs: dict[str, jax.Array], mask: Mask | ArrayLike | None = None
     ) -> dict[str, jax.Array]:
-        """Run the call with these values for its inputs. Returns the outputs that are not None by name, in the layout
+        """Run the call with these values for its inputs. Returns the outputs by name, without None, in the layout
         "BTHD".
 
         Args:
@@ -160,7 +160,7 @@ class Problem:
         return operation.reasons(self.request(operation))
 
     def program(self, operation: OperationImpl, gradients: bool = True) -> Function:
-        """A function of `arguments` that gives outputs and gradients by name, for `jax.jit` and its like."""
+        """A function of `arguments` that gives outputs and gradients by name; JAX can transform it."""
 
         def both(inputs: dict[str, jax.Array], cotangents: dict[str, jax.Array], mask: Mask | None = None) -> PyTree:
             if not gradients:
@@ -197,7 +197,7 @@ class Problem:
         """Assert that the operation's outputs and gradients agree with the oracle, by the tolerance rule.
 
         Raises:
-            AssertionError: one does not, or has the wrong shape or dtype, or is missing.
+            AssertionError: a result differs too much, has the wrong shape or dtype, or is missing.
             UnsupportedError: the operation refuses the call.
         """
         outputs, grads = self.run(operation, gradients, compiler_options)
@@ -206,7 +206,7 @@ class Problem:
             self.check_gradients(grads)
 
     def check_outputs(self, outputs: dict[str, jax.Array]) -> None:
-        """See `check`."""
+        """Assert that outputs, by name, agree with the oracle's by the tolerance rule."""
         dtype = self.dtype
         qkv = self.qkv
         exact, narrow = (oracle.attention(*qkv, dtype=d, **self.oracle_options) for d in (np.float64, dtype))
@@ -225,7 +225,7 @@ class Problem:
             assert_close("logsumexp", outputs["logsumexp"], exact.logsumexp, allowed)
 
     def check_gradients(self, gradients: dict[str, PyTree]) -> None:
-        """See `check`."""
+        """Assert that gradients, by the names of `inputs`, agree with the oracle's by the tolerance rule."""
         dtype = self.dtype
         query, key, value = self.qkv
         cotangents = {
@@ -248,16 +248,16 @@ class Problem:
             allowed = tolerance(value, narrow.values[name], exact.magnitudes[name], widest, GRADIENT_FACTOR)
             assert_close(f"gradient of {name}", gradients[name], value, allowed)
 
-    def _structured(self, what: str, *gradient: object) -> oracle.Array:
-        """The oracle's value of a structured bias: its array, or its parameter's gradient from the array's."""
+    def _structured(self, suffix: str, *gradient: object) -> oracle.Array:
+        """The oracle's array of a structured bias (suffix ""), or the gradient of its parameter ("_gradient")."""
         bias, (_, _, T, S) = self.options["bias"], self.shape
         if isinstance(bias, ALiBi):
-            return getattr(oracle, f"alibi{what}")(*gradient, np.asarray(bias.slopes), T, S)
+            return getattr(oracle, f"alibi{suffix}")(*gradient, np.asarray(bias.slopes), T, S)
         if isinstance(bias, ScoreFn) and self.score_pattern is not None:
-            return getattr(oracle, f"score_pattern{what}")(*gradient, np.asarray(bias.args[0]), self.score_pattern)
+            return getattr(oracle, f"score_pattern{suffix}")(*gradient, np.asarray(bias.args[0]), self.score_pattern)
         assert isinstance(bias, RelativePosition), f"the oracle does not know {bias!r}"
         shape = T, S, bias.bidirectional, bias.max_distance
-        return getattr(oracle, f"relative_position{what}")(*gradient, np.asarray(bias.table), *shape)
+        return getattr(oracle, f"relative_position{suffix}")(*gradient, np.asarray(bias.table), *shape)
 
     def _check_structured(self, gradient: object, exact: oracle.Gradients, narrow: oracle.Gradients) -> None:
         value, other = (self._structured("_gradient", np.float64(g.values["bias"])) for g in (exact, narrow))

@@ -1,8 +1,8 @@
-"""Checks of operations that are not softmax attention (linear attention, rms_norm, …) against a reference by their
-author.
+"""Checks of operations that are not softmax attention (linear attention, rms_norm, …) against a reference that their
+author writes.
 
-The reference is the computation written plainly in `jax.numpy`, in the dtype of its arguments. In float64 it is the
-truth, gradients included; in the input's dtype it determines the error that the tolerance rule allows.
+The reference is the plain computation in `jax.numpy`, in the dtype of its arguments. In float64 it is the exact result,
+gradients included; in the input's dtype it determines the error that the tolerance rule allows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     _Results: TypeAlias = tuple[Sequence[jax.Array], PyTree]
 
 # A function of a `numpy.random.Generator` that draws one call: its arguments and its options. Shapes do not depend on
-# the draw; floating-point arrays are cast to the dtype that is checked, and are what gradients are taken of.
+# the draw; floating-point arrays are cast to the dtype that is checked, and gradients are taken with respect to them.
 ReferenceProblem = Callable[[np.random.Generator], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -43,12 +43,12 @@ class ReferenceSubject:
 
     Attributes:
         operation: its name, ``distribution:name``, or its class.
-        reference: a function of the same arguments and options in `jax.numpy`, which computes in their dtype and gives
-            the arrays that the operation gives, in the same order.
+        reference: a function of the same arguments and options in `jax.numpy`, which computes in their dtype and
+            returns the same arrays as the operation, in the same order.
         platform: the platform whose forward is checked, such as "cuda"; None for this machine's.
         interpret: whether kernels run in their language's interpreter.
-        metadata: further fields of the operation's metadata.
-        gradients: whether it has a backward pass.
+        metadata: other fields of the operation's metadata.
+        gradients: whether the operation has a backward pass.
     """
 
     operation: str | type[BaseOperation]
@@ -111,15 +111,15 @@ class _Call:
 def _values(
     call: _Call, function: Callable[..., object], arrays: Iterable[ArrayLike], cotangents: Sequence[ArrayLike] | None
 ) -> _Results:
-    """Outputs, and the gradients of the arrays; None for those where no cotangents are given."""
+    """Outputs, and the gradients of the arrays; None in place of gradients if there are no cotangents."""
     if cotangents is None:
         return call.run(function, arrays), None
     outputs, pull_back = jax.vjp(lambda *x: call.run(function, x), *arrays)
     assert len(outputs) == len(cotangents), (
         f"there are {len(outputs)} outputs, but the reference gives {len(cotangents)}"
     )
-    given = [jnp.asarray(c).astype(out.dtype) for c, out in zip(cotangents, outputs, strict=True)]
-    return outputs, pull_back(given)
+    rounded = [jnp.asarray(c).astype(out.dtype) for c, out in zip(cotangents, outputs, strict=True)]
+    return outputs, pull_back(rounded)
 
 
 def _truth(subject: ReferenceSubject, call: _Call) -> tuple[list[Array] | None, _Results, _Results]:
@@ -138,32 +138,33 @@ def _truth(subject: ReferenceSubject, call: _Call) -> tuple[list[Array] | None, 
             if x.dtype != np.float64:
                 raise ValueError(
                     f"the reference gave {x.dtype} for float64 arguments, but must compute in the dtype of its "
-                    f"arguments: leave out what casts"
+                    f"arguments: remove its casts"
                 )
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64), exact)
     return cotangents, exact, narrow
 
 
-def _compare(call: _Call, found: _Results, exact: _Results, narrow: _Results) -> None:
-    """Assert that outputs and gradients are within what the tolerance rule allows, and of the right dtypes."""
-    for factor, what, *sides in ((OUTPUT_FACTOR, "output", found[0], exact[0], narrow[0]),
-                                 (GRADIENT_FACTOR, "gradient of ", found[1], exact[1], narrow[1])):  # fmt: skip
-        if sides[0] is None:
+def _compare(call: _Call, result: _Results, exact: _Results, narrow: _Results) -> None:
+    """Assert that outputs and gradients agree by the tolerance rule, and have the right dtypes."""
+    for factor, *arrays in ((OUTPUT_FACTOR, result[0], exact[0], narrow[0]),
+                            (GRADIENT_FACTOR, result[1], exact[1], narrow[1])):  # fmt: skip
+        actual, in_float64, in_dtype = arrays
+        if actual is None:
             continue
-        actual, truth, plain = sides
-        assert len(actual) == len(truth), f"there are {len(actual)} outputs, but the reference gives {len(truth)}"
-        for i, (x, wide, same) in enumerate(zip(actual, truth, plain, strict=True)):
-            name = f"output {i}" if factor == OUTPUT_FACTOR else f"{what}{call.names[i]}"
-            assert x.dtype == same.dtype, f"{name} has dtype {x.dtype}, but must have {same.dtype}, as the reference's"
-            assert_close(name, x, wide, tolerance(wide, np.asarray(same, np.float64), wide, same.dtype, factor))
+        count = len(in_float64)
+        assert len(actual) == count, f"there are {len(actual)} outputs, but the reference gives {count}"
+        for i, (x, truth, rough) in enumerate(zip(actual, in_float64, in_dtype, strict=True)):
+            name = f"output {i}" if factor == OUTPUT_FACTOR else f"gradient of {call.names[i]}"
+            assert x.dtype == rough.dtype, f"{name} has dtype {x.dtype}, but must have the reference's, {rough.dtype}"
+            assert_close(name, x, truth, tolerance(truth, np.asarray(rough, np.float64), truth, rough.dtype, factor))
 
 
 def _jit(subject: ReferenceSubject, call: _Call) -> None:
     """Values and gradients under `jax.jit`."""
     cotangents, exact, narrow = _truth(subject, call)
     operation = subject.make()
-    found = jax.jit(lambda *x: _values(call, operation, x, cotangents))(*map(jnp.asarray, call.arrays))
-    _compare(call, found, exact, narrow)
+    result = jax.jit(lambda *x: _values(call, operation, x, cotangents))(*map(jnp.asarray, call.arrays))
+    _compare(call, result, exact, narrow)
 
 
 def _eager(subject: ReferenceSubject, call: _Call) -> None:
@@ -178,10 +179,10 @@ def _vmap(subject: ReferenceSubject, call: _Call) -> None:
     truths = [_truth(subject, x) for x in calls]
     operation = subject.make()
     stacked = [jnp.stack(pair) for pair in zip(*(x.arrays for x in calls), strict=True)]
-    found = jax.jit(jax.vmap(lambda *x: _values(call, operation, x, truths[0][0])))(*stacked)
+    result = jax.jit(jax.vmap(lambda *x: _values(call, operation, x, truths[0][0])))(*stacked)
     for i, (cotangents, exact, narrow) in enumerate(truths):
         del cotangents  # cotangents of equal shapes are equal
-        _compare(call, jax.tree.map(lambda x, i=i: x[i], found), exact, narrow)
+        _compare(call, jax.tree.map(lambda x, i=i: x[i], result), exact, narrow)
 
 
 def _deterministic(subject: ReferenceSubject, call: _Call) -> None:
@@ -212,7 +213,7 @@ def _control(subject: ReferenceSubject, call: _Call) -> None:
             _compare(call, (changed, None), exact, narrow)
         except AssertionError:
             continue
-        raise AssertionError(f"{name} changes no output of this problem, so that it can't show whether it is honoured")
+        raise AssertionError(f"{name} changes no output of this problem, which can't show whether it is honoured")
 
 
 CHECKS: Final[dict[str, Callable[[ReferenceSubject, _Call], None]]] = {

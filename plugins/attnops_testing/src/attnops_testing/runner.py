@@ -1,4 +1,4 @@
-"""Runs an operation on the features, single and combined: each is right, refused or wrong."""
+"""Runs an operation on features, single and combined; the outcome of each is right, refused or wrong."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class NotRunError(Exception):
 
 
 def attempt(name: str, check: Callable[[], None]) -> Outcome:
-    """Run a check: one that raises `UnsupportedError` is refused, one that raises anything else is wrong."""
+    """Run a check. It is refused if it raises `UnsupportedError`, and wrong if it raises anything else."""
     try:
         check()
     except UnsupportedError as error:
@@ -92,7 +92,7 @@ def refused(name: str, reasons: Iterable[Reason]) -> Outcome:
 def judged(outcome: Outcome, refuses: Collection[str], behaviour: bool = False) -> Outcome:
     """The outcome, given the names of features and behaviours that are declared as refused.
 
-    A named one must not be right. A named behaviour may also raise, since JAX refuses some of them for the operation.
+    One that is declared must not be right. A declared behaviour may also raise, since JAX itself refuses some of them.
     Outcomes with other names are returned unchanged.
     """
     if outcome.name not in refuses or outcome.status is Status.REFUSED:
@@ -107,11 +107,11 @@ def judged(outcome: Outcome, refuses: Collection[str], behaviour: bool = False) 
 def _is_of_the_suite(error: AssertionError) -> bool:
     """Whether the error comes from a comparison of the suite rather than from an assertion in the code that it runs."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [module for module in modules if module.partition(".")[0] not in ("numpy", "contextlib")]
-    return own[-1].startswith("attnops_testing.")
+    callers = [module for module in modules if module.partition(".")[0] not in ("numpy", "contextlib")]
+    return callers[-1].startswith("attnops_testing.")
 
 
-_OF_ITS_OWN: Final = "attnops_testing.check_against holds an operation to a reference of its own"
+_OTHER_REFERENCES: Final = "attnops_testing.check_against compares an operation with another reference"
 
 
 class NothingToCheckError(ValueError):
@@ -127,11 +127,11 @@ class Subject:
         platform: the platform whose forward is checked, such as "cuda"; None for this machine's.
         interpret: whether kernels run in their language's interpreter.
         mode: the runtime mode; gradients are checked in train mode only.
-        block: queries and keys per tile, small so that small problems have several; larger for a kernel whose lengths
-            must be multiples of a larger number.
+        block: queries and keys per tile; small, so that small problems have several tiles, or larger for a kernel whose
+            lengths must be multiples of a larger number.
         dtype: the dtype of the plain problem. None: the first of float32, bfloat16 and float16 that the operation
             serves.
-        metadata: further fields, on top of which the above are set.
+        metadata: other fields of the metadata, such as the rules of axes.
 
     Raises:
         ValueError: the dtype is unknown, or the metadata has another platform, mode or interpret.
@@ -159,15 +159,21 @@ class Subject:
 
     @functools.cached_property
     def cls(self) -> type[OperationImpl]:
-        """The class that is checked.
+        """The class of the operation.
 
         Raises:
             ValueError: no operation has the name, or it is not an operation on query, key and value.
             PluginError: the operation's plugin can't be loaded.
         """
-        cls = OperationRegistry.get(self.operation, self.at) if isinstance(self.operation, str) else self.operation
+        cls = (
+            OperationRegistry.get(self.operation, self.checked_platform)
+            if isinstance(self.operation, str)
+            else self.operation
+        )
         if not issubclass(cls, OperationImpl):
-            raise ValueError(f"operation={self.operation!r} is not attention of query, key and value; {_OF_ITS_OWN}")
+            raise ValueError(
+                f"operation={self.operation!r} is not attention of query, key and value; {_OTHER_REFERENCES}"
+            )
         return cls
 
     @functools.cached_property
@@ -178,14 +184,14 @@ class Subject:
         )
 
     @property
-    def at(self) -> str:
-        """The platform that it is checked for."""
+    def checked_platform(self) -> str:
+        """The platform for which the operation is checked."""
         return find_platform(self.base.platform, self.base.mesh, ())
 
     @property
     def forward(self) -> str:
         """The forward that is checked, such as ``"tpu"`` or ``"native"``."""
-        return forward_for(self.cls, self.at)
+        return forward_for(self.cls, self.checked_platform)
 
     @property
     def name(self) -> str:
@@ -204,25 +210,25 @@ class Subject:
         return f"{self.cls.__module__}.{self.cls.__qualname__}.forward_{self.forward}", where
 
     def require_kernel(self) -> None:
-        """Make sure that there is something to check other than the core's native forward by mistake.
+        """Make sure that the check does not run the core's native forward by mistake.
 
         Raises:
-            NothingToCheckError: the class that was found overrides no forward for the platform: the plugin that
-                should is not installed, or does not load. Or it does not declare that it computes attention.
+            NothingToCheckError: the class overrides no forward for the platform, such as if a plugin is not installed
+                or does not load; or it does not declare that it computes attention.
         """
         if self.cls.computes != "attention":
             raise NothingToCheckError(
                 f'{self.name} does not declare that it computes softmax attention, as computes = "attention" does; '
-                f"{_OF_ITS_OWN}"
+                f"{_OTHER_REFERENCES}"
             )
         native = self.forward == "native" and _is_core(self.cls.forward_native)
         if not native or self.cls.get_impl_name() == "auto":
             return
         if not _is_core(self.cls):
             raise NothingToCheckError(
-                f"{self.name} on {self.at}: {self.cls.__module__}.{self.cls.__qualname__} does not override "
-                f"forward_{self.at}, so that the core's forward_native would be checked; state the platform that it "
-                f"serves"
+                f"{self.name} on {self.checked_platform}: {self.cls.__module__}.{self.cls.__qualname__} does not "
+                f"override forward_{self.checked_platform}, so that the core's forward_native would be checked; state "
+                f"the platform that it serves"
             )
         if not isinstance(self.operation, str) or self.operation.startswith(f"{CORE}:"):
             return
@@ -231,11 +237,11 @@ class Subject:
             for plugin in OperationRegistry.plugins(load=True)
             if plugin.operation_class is None and plugin.cause and plugin.distribution != CORE
         ]
-        of_this = [text for text in failed if f":{self.operation} is " in text]
-        if of_this or self.platform not in (None, "cpu"):
+        failed_here = [text for text in failed if f":{self.operation} is " in text]
+        if failed_here or self.platform not in (None, "cpu"):
             raise NothingToCheckError(
-                f"no installed plugin overrides forward_{self.at} for {self.operation!r}; did yours load? see "
-                f"`attnops doctor`; {CORE}:{self.operation} checks the core's own{''.join(failed)}"
+                f"no installed plugin overrides forward_{self.checked_platform} for {self.operation!r}; `attnops "
+                f"doctor` says whether yours loads; {CORE}:{self.operation} checks the core's own{''.join(failed)}"
             )
 
     @functools.cached_property
@@ -255,20 +261,18 @@ class Subject:
 
     @functools.cached_property
     def served(self) -> tuple[str, ...]:
-        """The single features that it serves, except those of the plain problem; compiles nothing."""
+        """The single features that the operation serves, without those of the plain problem; compiles nothing."""
         return tuple(name for name in changing(self.fit) if self.refusal([name]) is None)
 
     @functools.cached_property
     def long(self) -> Subject:
-        """The subject with long problems, of 2.5 tiles of at least 128 tokens, for kernels that choose their tiles
-        themselves.
-        """
+        """The subject with long problems: 2.5 tiles of at least 128 tokens, for kernels that choose their own tiles."""
         fit = self.fit
         block = max(128, 2 * fit.multiple, fit.block)
         copy = dataclasses.replace(self)
         H = 2 if fit.H == 4 else fit.H
         smaller = dataclasses.replace(fit, block=block, B=1, H=H)
-        vars(copy)["fit"] = smaller  # if it refuses this one, every check reports that
+        vars(copy)["fit"] = smaller  # if the operation refuses this one, every check reports that
         return copy
 
     def small(self, heads: int) -> Subject:
@@ -306,12 +310,12 @@ class Subject:
         return combine(names, fit=self.fit).problem(metadata or self.base, seed)
 
     def reasons(self, names: Iterable[str]) -> list[Reason]:
-        """Why it refuses these features together; compiles nothing."""
+        """Why the operation refuses these features together; compiles nothing."""
         problem = self.problem(names)
         return problem.reasons(self.make(problem.metadata))
 
     def check(self, names: Sequence[str]) -> Outcome:
-        """Values and gradients of a problem that has these features."""
+        """Check values and gradients of a problem that has these features."""
 
         def check() -> None:
             problem = self.problem(names)
@@ -320,11 +324,11 @@ class Subject:
         return attempt(joined(names), check)
 
     def check_row(self, row: Sequence[str]) -> list[Outcome]:
-        """Each feature of the row, from one small program if possible."""
+        """Check each feature of the row, in one small program if possible."""
         return self.small(4 if "GQA" in row else 2)._check_parts(row, [(name,) for name in row], least=1)
 
     def check_pairs(self, row: Sequence[str]) -> list[Outcome]:
-        """Every pair that the row covers, from as few programs as possible."""
+        """Check every pair that the row covers, in as few programs as possible."""
         return self._check_parts(row, proven_pairs(row), least=3)
 
     def _check_parts(self, row: Sequence[str], parts: Sequence[tuple[str, ...]], least: int) -> list[Outcome]:
@@ -333,21 +337,23 @@ class Subject:
         The other subsets run in one problem if it has at least ``least`` features; if that is wrong, or refused
         although no subset is, each subset runs by itself.
         """
-        found = {part: self.refusal(part) for part in parts}
-        served = [name for name in row if any(name in part for part in parts if found[part] is None)]
+        outcome_by_part = {part: self.refusal(part) for part in parts}
+        served = [name for name in row if any(name in part for part in parts if outcome_by_part[part] is None)]
         together = self.check(served) if len(served) >= least else None
         for part in parts:
-            if found[part] is None:
+            if outcome_by_part[part] is None:
                 right = together is not None and together.status is Status.RIGHT
-                found[part] = Outcome(joined(part), Status.RIGHT) if right else self.check(part)
-        outcomes = [outcome for outcome in found.values() if outcome is not None]
+                outcome_by_part[part] = Outcome(joined(part), Status.RIGHT) if right else self.check(part)
+        outcomes = [outcome for outcome in outcome_by_part.values() if outcome is not None]
         wrong = any(outcome.status is Status.WRONG for outcome in outcomes)
         if together is not None and together.status is Status.WRONG and not wrong:
             outcomes.append(together)  # only their combination is wrong
         return outcomes
 
     def check_pair_or_others(self, pair: tuple[str, str]) -> list[Outcome]:
-        """A pair; if it is refused, each feature of it that is served, with the first other it is served with."""
+        """Check a pair. If it is refused, check each of its features that is served, together with the first other
+        feature with which it is served.
+        """
         outcomes = self.check_pairs(pair)
         if all(outcome.status is Status.REFUSED for outcome in outcomes):
             for name in pair:

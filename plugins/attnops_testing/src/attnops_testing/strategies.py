@@ -109,7 +109,7 @@ def requests(draw: st.DrawFn, platforms: tuple[str, ...] = PLATFORMS) -> Attenti
 
 @st.composite
 def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Mask:
-    """Mask expressions over every primitive, up to ``depth`` operators deep, whose arrays fit [B, H, T, S].
+    """Mask expressions with any primitive, up to ``depth`` operators deep, whose arrays fit [B, H, T, S].
 
     Args:
         draw: the function that hypothesis passes.
@@ -153,8 +153,8 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
             mask = KeyPadding(tokens(S, 2))
         case "Ancestors":
             parents = rng.integers(0, 2**31, (draw(st.sampled_from([1, B])), T)) % (np.arange(T) + 1) - 1
-            of_rows = draw(st.booleans()) and offset is not None
-            mask = Ancestors(parents, rng.integers(-T, S + 1, (B, 1)) if of_rows else _first(offset))
+            per_row = draw(st.booleans()) and offset is not None
+            mask = Ancestors(parents, rng.integers(-T, S + 1, (B, 1)) if per_row else _first(offset))
         case "Dense":
             mask = Dense(rng.random(draw(broadcastable((B, H, T, S)))) < 0.6)
         case _:

@@ -30,8 +30,7 @@ class SuitePart:
         listed: a function that returns its cases: names, or tuples of names of features to be combined.
         run: checks a case.
         name: the name of a case.
-        quick: given a case and whether kernels are interpreted, whether the case runs by default rather than on
-            request.
+        quick: a function of a case and of whether kernels are interpreted; whether the case runs by default.
         group: a name in ``refuses`` that stands for all of its cases.
     """
 
@@ -43,7 +42,7 @@ class SuitePart:
 
     @functools.cached_property
     def cases(self) -> Collection[Any]:
-        """Its cases, computed at first use."""
+        """The cases, computed at first use."""
         return self.listed()
 
     def check(self, subject: Subject, case: Any, refuses: Collection[str] = ()) -> list[Outcome]:
@@ -80,7 +79,7 @@ SUITE: Final = {
     "each_feature": SuitePart(rows_of_each, Subject.check_row, quick=lambda row, interpret: True),
     "feature": SuitePart(lambda: FEATURES, _feature),
     "sampled_pair": SuitePart(sampled_pairs, Subject.check_pair_or_others),
-    # With several tiles of 128, for kernels that choose their tiles themselves.
+    # With several tiles of 128, for kernels that choose their own tiles.
     "long": SuitePart(
         lambda: LONG, lambda subject, row: _feature(subject.long, row), lambda row: f"long: {joined(row)}"
     ),
@@ -98,13 +97,13 @@ SUITE: Final = {
 
 
 def behaviours_by_name() -> dict[str, tuple[str, str]]:
-    """By name: the part of the suite, and its case."""
+    """By name, the part of the suite and the case."""
     parts = ("behaviour", "memory_growth")
     return {SUITE[part].name(case): (part, case) for part in parts for case in SUITE[part].cases}
 
 
 def require_known(what: str, names: Iterable[str]) -> None:
-    """Raise a `ValueError` that lists what can be named, unless these can, single or joined by " + "."""
+    """Raise a `ValueError` that lists all known names if one is unknown; names may be joined by " + "."""
     known = {**FEATURES, **CACHE_FEATURES, **behaviours_by_name(), "caches": None}
     for name in (name.strip() for text in names for name in text.split(" + ")):
         if name not in known:

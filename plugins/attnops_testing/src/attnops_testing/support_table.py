@@ -1,4 +1,4 @@
-"""The README's table: which operation serves which feature on which platform, by requests, without running anything."""
+"""The README's table: which operation serves which feature on which platform. It asks operations; nothing runs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "weights": {"return_weights": True},
 }
 
-# For a row about caches: storages, one of which must be served, and descriptions, all of which must be served.
+# For a row about caches: storages and descriptions. A row is served if some storage is served with all descriptions.
 CACHES: Final[dict[str, tuple[tuple[str, ...], tuple[dict[str, Any], ...]]]] = {
     "`DenseCache`": (("DenseCache",), ({},)),
     "`WindowCache`": (("WindowCache",), ({},)),
@@ -97,13 +97,13 @@ def support(operation: type[OperationImpl], feature: str, platform: str) -> str:
         or "refused".
     """
     forward = forward_for(operation, platform)
-    made = operation(OperationMetadata(platform=platform))
+    op = operation(OperationMetadata(platform=platform))
     request = row_request(feature, platform)
-    if any(reason.argument == "mesh" for reason in made.reasons(request)):
+    if any(reason.argument == "mesh" for reason in op.reasons(request)):
         request = request.replace(sequence_axes=("sp",))  # an operation for sequences sharded over a mesh
-    if forward != "native" and not made.reasons(request):
+    if forward != "native" and not op.reasons(request):
         return "kernel"
-    return "refused" if made.reasons_for("native", request) else "native"
+    return "refused" if op.reasons_for("native", request) else "native"
 
 
 def cache_support(operation: type[OperationImpl], feature: str, platform: str) -> str:
@@ -117,31 +117,31 @@ def cache_support(operation: type[OperationImpl], feature: str, platform: str) -
     order = ("kernel", "native", "read", "refused")
     return min(
         (
-            max((_cache_support(operation, platform, storage, which) for which in descriptions), key=order.index)
+            max((_cache_support(operation, platform, storage, fields) for fields in descriptions), key=order.index)
             for storage in storages
         ),
         key=order.index,
     )
 
 
-def _cache_support(operation: type[OperationImpl], platform: str, storage: str, which: dict[str, Any]) -> str:
-    made = operation(OperationMetadata(platform=platform))
+def _cache_support(operation: type[OperationImpl], platform: str, storage: str, described: dict[str, Any]) -> str:
+    op = operation(OperationMetadata(platform=platform))
     fields = PLAIN | {"query_length": 1, "kv_heads": 2, "head_dim": 128, "value_head_dim": 128}
-    if which.get("latent"):
+    if described.get("latent"):
         fields |= {"kv_heads": 1, "head_dim": 576, "value_head_dim": 512}
-    if which.get("is_packed"):
+    if described.get("is_packed"):
         fields |= {"batch": 1, "query_length": 8, "key_length": 2 * 1024}
     request = AttentionRequest(
         platform=platform, mode=MODE_DECODE, mask="…", mask_kinds=frozenset({"Causal", "at", "Segments", "&"}),
         options=frozenset({"mask"}),
-        source=CacheRequest(storage, page_size=16 if storage == "PagedCache" else 0, **which), **fields,
+        source=CacheRequest(storage, page_size=16 if storage == "PagedCache" else 0, **described), **fields,
     )  # fmt: skip
     forwards = [
-        forward for forward in (forward_for(operation, platform), "native") if not made.reasons_for(forward, request)
+        forward for forward in (forward_for(operation, platform), "native") if not op.reasons_for(forward, request)
     ]
     if not forwards:
         return "refused"
-    if in_place_reasons(made, forwards[0], request):
+    if in_place_reasons(op, forwards[0], request):
         return "read"
     return "native" if forwards[0] == "native" else "kernel"
 
@@ -160,7 +160,7 @@ def markdown_table() -> str:
                 by_platform[platform] = (*cells, *(cache_support(cls, feature, platform) for feature in CACHES))
         # Platforms with equal cells share a column.
         for column in dict.fromkeys(by_platform.values()):
-            where = ", ".join(platform for platform, own in by_platform.items() if own == column)
+            where = ", ".join(platform for platform, cells in by_platform.items() if cells == column)
             columns[f"`{name}` {'everywhere' if len(where.split(', ')) == len(PLATFORMS) else where}"] = list(column)
     symbols = {"kernel": "●", "native": "○", "read": "◌", "refused": "–"}
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + ":-:|" * len(columns)]

@@ -16,12 +16,12 @@ GRADIENT_FACTOR: Final = 3
 
 
 def tolerance(exact: ArrayLike, same_dtype: ArrayLike, magnitude: ArrayLike, dtype: DTypeLike, factor: float) -> float:
-    """``factor · max|same_dtype − exact| + 2 ulp``, an ulp being that of the largest magnitude.
+    """``factor · max|same_dtype − exact| + 2 ulp``, where an ulp is eps times the largest magnitude.
 
     Args:
         exact: the oracle's result in float64.
         same_dtype: the oracle's result in ``dtype``.
-        magnitude: the result computed with absolute values, to which rounding errors are relative.
+        magnitude: the result computed with absolute values; rounding errors are relative to it.
         dtype: the dtype of the inputs.
         factor: `OUTPUT_FACTOR` or `GRADIENT_FACTOR`.
 
@@ -40,7 +40,7 @@ def assert_close(name: str, actual: ArrayLike, exact: ArrayLike, allowed: float)
     """Assert that ``actual`` lies within ``allowed`` of ``exact``, and is −inf exactly where ``exact`` is.
 
     Raises:
-        AssertionError: with the worst element, its place, both values and the limit.
+        AssertionError: an element differs more; the text has the worst element's index, both values and the limit.
     """
     actual = np.asarray(actual).astype(np.float64)
     exact = np.asarray(exact, np.float64)

@@ -111,7 +111,7 @@ def test_what_is_wrong_over_a_cache_is_not_timed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--codec", "int8", "--used", "8"), "--codec, --used is given, but no cache; give --cache PagedCache"),
+        (("--codec", "int8", "--used", "8"), "--codec, --used needs a cache; add --cache PagedCache"),
         (("--cache", "sparse"), "cache='sparse' is unknown; use one of ['DenseCache', 'WindowCache', 'PagedCache']"),
         (("--cache", "DenseCache", "--used", "33", "-T", "32"), "used=33 tokens do not fit in 32 slots per row"),
         (("--cache", "DenseCache", "--queries", "9", "--used", "8"), "queries=9 must be from 1 to used=8"),

@@ -56,7 +56,7 @@ def test_right_and_refused_features_succeed():
     assert ["GQA", "right"] in lines
     assert ["sinks", "refused", "sinks=True:", "forward_cpu", "has", "no", "such", "option"] in lines  # at the end
     assert ["Causal", "+", "paged", "right"] in lines
-    assert ["memory,", "Causal", "not", "run", "quadratic,", "by", "declaration"] in lines
+    assert ["memory,", "Causal", "not", "run", "not", "linear,", "by", "declaration"] in lines
     assert result.stdout.endswith("\n5 right, 1 refused, 0 wrong, 1 not run\n")
 
 

@@ -105,7 +105,7 @@ def test_a_folder_that_exists_is_left_as_it_is(new, tmp_path):
 def test_a_folder_that_is_missing_is_refused(run, tmp_path):
     result = run("new", "attnops-x", "--folder", str(tmp_path / "none"))
     assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])
-    assert "is no folder: make it first" in result.stderr
+    assert "is not a folder: create it first" in result.stderr
 
 
 def test_nothing_is_left_where_writing_fails(new, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The operation ``mosaic``: which calls tokamax's kernel for Hopper and Blackwell serves, and its call."""
+"""The operation ``mosaic``: which calls tokamax's kernel for Hopper and Blackwell serves, and how it is called."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TILE: Final = 256
 class MosaicAttention(FlashAttention):
     """``tokamax.dot_product_attention(implementation="mosaic")`` on Hopper and Blackwell GPUs.
 
-    It serves calls without a mask and plain causal ones (query i sees the keys j <= i), bfloat16, grouped
-    heads, T ≠ S, any lengths, and a soft cap, forward and backward, in O(T + S) memory. The core's native `flash` runs
-    whatever it refuses, and on other platforms. `auto` never picks it, since it has not been timed here.
+    It serves calls without a mask and plain causal ones (query i sees the keys j <= i), bfloat16, grouped heads,
+    T ≠ S, any lengths, and a soft cap, forward and backward, in O(T + S) memory. The core's native `flash` serves all
+    other calls, and all calls on other platforms. `auto` never picks ``mosaic``, since it has not been timed here.
     """
 
     api_version = 2
@@ -54,7 +54,7 @@ class MosaicAttention(FlashAttention):
         return None
 
     def environment_key(self) -> Hashable:
-        """See `attnops.BaseOperation.environment_key`: the GPU that tokamax chooses its tiles for."""
+        """The compute capability that tokamax chooses its tiles for; compiled programs depend on it."""
         return capability()
 
     def unsupported(self, request: Request) -> Iterator[Reason]:
@@ -62,13 +62,13 @@ class MosaicAttention(FlashAttention):
         assert isinstance(request, AttentionRequest)
         if importlib.util.find_spec("tokamax") is None:
             yield Reason("tokamax", None, "must be installed", "pip install tokamax")
-        found = capability()
-        if found is None or int(found) not in GENERATIONS:
-            rule = "must be Hopper (9.0) or Blackwell (10.0, 10.3): tokamax compiles for the default device alone"
-            yield Reason("compute capability of jax_default_device", found, rule, "use 'flash'")
+        version = capability()
+        if version is None or int(version) not in GENERATIONS:
+            rule = "must be Hopper (9.0) or Blackwell (10.0, 10.3): tokamax compiles only for the default device"
+            yield Reason("compute capability of jax_default_device", version, rule, "use 'flash'")
         structure = request.mask_structure
         if not structure.is_full and not structure.is_causal:
-            rule = "must be absent or plain causal, query i seeing the keys j <= i; others would be an array of T × S"
+            rule = "must be absent or plain causal, query i seeing the keys j <= i; others would need a T × S array"
             yield Reason("mask", request.mask, rule, "use 'flash'")
         if request.softmax_scale is not None and request.softmax_scale < 0:
             rule = "must not be negative: the kernel takes a row's largest score before it scales"
@@ -84,7 +84,7 @@ class MosaicAttention(FlashAttention):
         softmax_scale: float | None = None,
         logits_soft_cap: float | None = None,
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`: query [B, T, H, D], key [B, S, K, D], value [B, S, K, D]."""
+        """Attention of query [B, T, H, D], key [B, S, K, D] and value [B, S, K, D]; the output is [B, T, H, D]."""
         if varies((query, key, value)):
             rule = "must not vary over mesh axes: the kernel does not state the types of its outputs"
             reason = Reason("query", "varying", rule, "jax.shard_map(..., check_vma=False)")
@@ -102,14 +102,14 @@ def attend(
     query: jax.Array, key: jax.Array, value: jax.Array, length: int, is_causal: bool, scale: float,
     soft_cap: float | None,
 ) -> jax.Array:  # fmt: skip
-    """The kernel: [B, T, H, D].
+    """The kernel's output, [B, T, H, D].
 
     Args:
         query: [B, T, H, D].
         key: [B, S, K, D].
         value: [B, S, K, D].
         length: the number of real keys; those after them are padding.
-        is_causal: whether query i sees the keys j <= i alone.
+        is_causal: whether query i sees only the keys j <= i.
         scale: the softmax scale.
         soft_cap: the soft cap of the scores; None for none.
     """
@@ -133,5 +133,5 @@ def capability() -> float | None:
 
 
 def _padded(x: jax.Array) -> jax.Array:
-    """[B, T, H, D] with zeros up to a T that `TILE` divides."""
+    """[B, T, H, D] padded with zeros to a T that is a multiple of `TILE`."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % TILE), (0, 0), (0, 0)))

@@ -1,4 +1,4 @@
-"""`attnops serve`: SmolLM2-135M-Instruct, or a checkpoint, served."""
+"""`attnops serve`: a server of SmolLM2-135M-Instruct, or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def command(
         typer.Option(help="A directory in Hugging Face's format.", show_default="SmolLM2-135M-Instruct"),
     ] = None,
     name: Annotated[str, typer.Option(help="The model's name for clients.")] = "smollm2-135m-instruct",
-    operation: Annotated[str, typer.Option(help="The attention, of any installed distribution.")] = "flash",
+    operation: Annotated[str, typer.Option(help="The attention operation, of any installed distribution.")] = "flash",
     codec: Annotated[
         str | None,
         typer.Option(help="Codec of keys and values: int8, float8_e4m3fn or float8_e5m2.", show_default="none"),
@@ -34,14 +34,14 @@ def command(
         typer.Option(help="Tokens per step, each a program; may be repeated.", show_default="64, 256"),
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 for any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 for any free one.")] = 8000,
     no_prefix_sharing: Annotated[
         bool, typer.Option("--no-prefix-sharing", help="Compute every prompt from its first token.")
     ] = False,
     compilation_cache: Annotated[
         str | None,
         typer.Option(
-            help="Where compiled programs are kept, or 'off'.", show_default=f"${VARIABLE}, or {default_folder()}"
+            help="The folder of compiled programs, or 'off'.", show_default=f"${VARIABLE}, or {default_folder()}"
         ),
     ] = None,
 ) -> None:

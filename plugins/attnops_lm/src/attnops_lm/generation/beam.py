@@ -1,4 +1,4 @@
-"""Beam search with the rules of Hugging Face's, compiled as one program, over dense, window and paged caches."""
+"""Beam search by the rules of Hugging Face's, compiled as one program, over dense, window and paged caches."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from attnops_caches import Cache, DenseCache, PagedCache, PagePool, WindowCache
 from attnops_lm.generation.programs import Caches, Leaves, Network
 from attnops_lm.generation.state import LogitsProcessor, Rules, write
 
-# The values of `early_stopping` as data of the program.
+# The values of `early_stopping` as integers, which a program takes as an argument.
 EARLY = {True: 1, False: 0, "never": 2}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamPages:
-    """The pages of B · k beams, in a pool with twice as many rows: the second half is for building the next beams.
+    """The pages of B · k beams.
 
     Attributes:
-        pool: the pool of 2 · B · k rows; the first half are the beams.
+        pool: a pool of 2 · B · k rows; the first half are the beams, and the next beams are built in the second half.
     """
 
     pool: PagePool
@@ -35,7 +35,7 @@ class BeamPages:
         return BeamPages(pool), _with_table(caches, pool.table[: len(lengths)])
 
     def taken(self, caches: Caches, parents: jax.Array) -> tuple[BeamPages, Caches]:
-        """Beam i becomes a copy of beam ``parents[i]``: full pages are shared, and the last page is copied."""
+        """Beam i becomes a copy of beam ``parents[i]``, int32 [B · k]: full pages are shared, the last is copied."""
         n = len(parents)
         row = jnp.arange(n, dtype=jnp.int32)
         pool, copies = self.pool.fork(parents, n + row)
@@ -51,7 +51,7 @@ def _with_table(caches: Caches, table: jax.Array) -> Caches:
 
 
 def _with_rows(caches: Caches, rows: jax.Array) -> Caches:
-    """Paged caches whose arrays by row are taken from other rows."""
+    """Paged caches with their arrays of one entry per row indexed by ``rows``."""
     names = ("lengths", "starts", "overflowed", "table")
     return tuple(
         dataclasses.replace(cache, **{name: getattr(cache, name)[rows] for name in names})  # type: ignore[misc]
@@ -62,7 +62,7 @@ def _with_rows(caches: Caches, rows: jax.Array) -> Caches:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Beams:
-    """k running and k finished sequences for each of B rows. The last token of a running one is not in the caches.
+    """k running and k finished sequences for each of B rows. Caches lack the last token of each running sequence.
 
     Attributes:
         caches: one per layer, of B · k rows.
@@ -94,7 +94,15 @@ class Beams:
     def create(
         cls, caches: Caches, pages: BeamPages | None, tokens: jax.Array, lengths: jax.Array, beams: int
     ) -> Beams:
-        """From caches and tokens of B rows, all but the last token of each in the caches."""
+        """The first beams of B rows, from their tokens, and caches that hold all but the last token of each row.
+
+        Args:
+            caches: one per layer, of B rows.
+            pages: the pool of paged caches; None for other caches.
+            tokens: int32 [B, S].
+            lengths: int32 [B].
+            beams: k.
+        """
         return _created(caches, pages, tokens, lengths, beams)
 
 
@@ -120,11 +128,11 @@ def _created(caches: Caches, pages: BeamPages | None, tokens: jax.Array, lengths
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamRules:
-    """What may change between calls of one program: `Rules`, and the parameters of beam search.
+    """What may differ between calls of one program: `Rules`, and the parameters of beam search.
 
     Attributes:
         rules: penalty, end tokens and limits of length; its sampling is ignored.
-        length_penalty: float32 [].
+        length_penalty: float32 []; scores are divided by length ** length_penalty.
         early: int32 [], a value of `EARLY`.
     """
 
@@ -140,7 +148,7 @@ def _taken(cache: Cache, rows: jax.Array) -> Cache:
 
 
 class BeamPrograms:
-    """The program of a beam search, compiled once for a shape. Made by `beam_programs`.
+    """The program of a beam search, compiled once per shape. `beam_programs` makes it.
 
     Attributes:
         traces: how many times the program was traced.
@@ -173,8 +181,7 @@ class BeamPrograms:
         scores = rules.rules.processed(scores, beams.tokens, lengths, beams.first, self.processor)
         V = scores.shape[1]
         total = (beams.scores[..., None] + scores.reshape(B, k, V)).reshape(B, k * V)
-        # Enough candidates that at least k of them are not end tokens: a beam has at most E end tokens among its
-        # candidates.
+        # At least k candidates must not be end tokens, and each of the k beams has at most E candidates that are.
         count = min(k * max(2, 1 + rules.rules.ends.shape[0]), k * V)
         total, chosen = lax.top_k(total, count)
         parent, token = chosen // V, (chosen % V).astype(jnp.int32)
@@ -206,13 +213,13 @@ class BeamPrograms:
     def _with_ended(
         self, beams: Beams, rules: BeamRules, total: jax.Array, parent: jax.Array, token: jax.Array, is_end: jax.Array
     ) -> Beams:
-        """The beams, in which those of the k best candidates that end replace finished sequences with lower scores."""
+        """The beams after those of the k best candidates that end have replaced finished sequences of lower scores."""
         B, k = beams.scores.shape
         length = (beams.steps + 1).astype(jnp.float32)
         counts = is_end & ~beams.done[:, None] & (jnp.arange(total.shape[1]) < k)
         score = jnp.where(counts, total / length**rules.length_penalty, -jnp.inf)
         score, place = lax.top_k(jnp.concatenate([beams.ended_scores, score], axis=1), k)
-        source = jnp.maximum(place - k, 0)  # the index among the new ones
+        source = jnp.maximum(place - k, 0)  # the index among the candidates
         rows = jnp.arange(B, dtype=jnp.int32)[:, None] * k + jnp.take_along_axis(parent, source, axis=1)
         rows, new = rows.reshape(-1), jnp.take_along_axis(token, source, axis=1).reshape(-1, 1)
         tokens = write(beams.tokens[rows], new, beams.lengths[rows], jnp.ones_like(rows)).reshape(B, k, -1)
@@ -238,5 +245,5 @@ class BeamPrograms:
 
 @functools.lru_cache(maxsize=16)
 def beam_programs(network: Network, processor: LogitsProcessor | None, trace: bool) -> BeamPrograms:
-    """The program of a model, kept for later calls."""
+    """The program of a model; later calls with the same arguments return the same one."""
     return BeamPrograms(network, processor, trace)

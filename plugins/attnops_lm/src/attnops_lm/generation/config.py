@@ -1,4 +1,4 @@
-"""`GenerationConfig`: the fields of Hugging Face's class of this name that this package honours, and no others."""
+"""`GenerationConfig`: only the fields of Hugging Face's class of this name that this package honours."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class GenerationConfig:
         min_new_tokens: the fewest tokens before an end token may be chosen.
         do_sample: whether tokens are drawn at random; otherwise the most probable one is taken.
         temperature: scores are divided by it. This and the next three fields need ``do_sample``.
-        top_k: only the k largest scores are drawn from, and those equal to the last of them; None for all.
-        top_p: only the most probable tokens are drawn from, as few as have this probability together; None for all.
-        min_p: only tokens with at least this share of the largest probability are drawn from; None for all.
+        top_k: draws only from the tokens with the k largest scores, and those equal to the last of them; None: all.
+        top_p: draws only from the most probable tokens, as few as have this probability together; None: all.
+        min_p: draws only from tokens with at least this share of the largest probability; None: all.
         repetition_penalty: scores of tokens that occur in the row are divided by it if positive, else multiplied.
         num_beams: sequences that beam search continues; 1 for none.
         length_penalty: beams are compared by log-probability / length ** length_penalty.
@@ -64,8 +64,8 @@ class GenerationConfig:
         max_matching_ngram_size: the most last tokens that are compared to find drafts.
         cache_implementation: "static" (or None): a `DenseCache` per layer; "sliding_window": a `WindowCache` in layers
             with a window; "paged": a `PagedCache` per layer.
-        page_size: slots per page, with "paged" alone.
-        prefill_chunk_size: tokens of the prompt at a time; None: by the prompt's length, at most 512.
+        page_size: slots per page; only with "paged".
+        prefill_chunk_size: tokens of the prompt computed at a time; None: depends on the prompt's length, at most 512.
     """
 
     max_new_tokens: int | None = None
@@ -178,16 +178,16 @@ class GenerationConfig:
         given = self.stop_strings
         return () if given is None else (given,) if isinstance(given, str) else given
 
-    def eos_ids(self, own: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """The tokens that end a row; ``own`` if the config names none."""
+    def eos_ids(self, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """The tokens that end a row; ``default`` if the config names none."""
         given = self.eos_token_id
-        return own if given is None else (given,) if isinstance(given, int) else given
+        return default if given is None else (given,) if isinstance(given, int) else given
 
     def new_tokens(self, prompt: int) -> int:
         """The most tokens to generate after a prompt of this many tokens, its padding included.
 
         Raises:
-            ValueError: ``max_length`` leaves none.
+            ValueError: ``max_length`` is not more than the prompt.
         """
         if self.max_length is None:
             return 20 if self.max_new_tokens is None else self.max_new_tokens
@@ -200,7 +200,7 @@ class GenerationConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GenerationConfig:
-        """From the fields of a ``generation_config.json``. A field that is not honoured may have its neutral value.
+        """From the fields of a ``generation_config.json``. Fields that are not honoured may have values without effect.
 
         Raises:
             ValueError: a field that is not honoured has a value with an effect, or there is no field of this name.
@@ -210,16 +210,16 @@ class GenerationConfig:
     def updated(self, values: Mapping[str, Any]) -> GenerationConfig:
         """A copy with these fields replaced; raises as `from_dict` does."""
         known = {field.name for field in dataclasses.fields(self)}
-        own: dict[str, Any] = {}
+        changes: dict[str, Any] = {}
         for name, value in values.items():
             if name in known:
-                own[name] = _default(name) if value is None else value
+                changes[name] = _default(name) if value is None else value
             elif name not in _ABOUT_THE_FILE and not (name in _NEUTRAL and value in _NEUTRAL[name]):
                 if value is None:
                     continue
                 what = f"may only be {' or '.join(map(repr, _NEUTRAL[name]))}" if name in _NEUTRAL else "is not known"
                 raise ValueError(f"{name}={value!r}: generate honours {', '.join(sorted(known))}; {name} {what}")
-        return dataclasses.replace(self, **own)
+        return dataclasses.replace(self, **changes)
 
 
 def _default(name: str) -> Any:

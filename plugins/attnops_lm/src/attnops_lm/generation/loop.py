@@ -21,17 +21,17 @@ from attnops_lm.generation.text import Streamer, TextDecoder, TextOfRow
 
 
 class Generated(NamedTuple):
-    """What `generate` returns: for each row of the prompt ``num_return_sequences`` consecutive rows.
+    """The result of `generate`: for each row of the prompt ``num_return_sequences`` consecutive rows.
 
     Attributes:
-        sequences: int32 [B, P + n]: the prompt as it was given, and ``tokens``.
+        sequences: int32 [B, P + n]: the prompt as it was given, followed by ``tokens``.
         tokens: int32 [B, n], the generated tokens, and padding after a row's end; n is the length of the longest row.
         lengths: int32 [B], the number of generated tokens per row, its end token included.
         past_key_values: the caches, which hold all tokens but the last of each row; None after a beam search.
         scores: after a beam search, float32 [B], log-probability / length ** length_penalty; else None.
-        drafted: tokens that were drafted, int32 [B].
-        accepted: the number of drafted tokens that were right, int32 [B].
-        steps: calls of the model after the prompt.
+        drafted: int32 [B], the number of tokens that were drafted.
+        accepted: int32 [B], the number of drafted tokens that were right.
+        steps: the number of calls of the model after the prompt.
         texts: with ``tokenizer``, the text of each row, up to a stop string and without end tokens; else None.
     """
 
@@ -55,7 +55,7 @@ class Call:
     prompt: Prompt
     eos: tuple[int, ...]
     pad: int
-    most: int  # tokens to generate
+    most: int  # the most tokens to generate per row
     key: jax.Array | None
     trace: bool
     processor: LogitsProcessor | None
@@ -70,12 +70,12 @@ class Call:
         return self.config.prompt_lookup_num_tokens or 0
 
     def rules(self) -> Rules:
-        """The rules as data of the programs: NumPy arrays, since creating each JAX array would compile a program."""
+        """The rules, arguments of the programs: NumPy arrays, since creating each JAX array would compile a program."""
         c = self.config
         sampling = Sampling.create()
         if c.do_sample:
-            off = 1.0 if c.top_p is None else c.top_p
-            sampling = Sampling.create(c.temperature, c.top_k or 0, off, c.min_p or 0.0)
+            top_p = 1.0 if c.top_p is None else c.top_p
+            sampling = Sampling.create(c.temperature, c.top_k or 0, top_p, c.min_p or 0.0)
         # At least two entries, so that no, one or two end tokens share a program.
         ends = (*self.eos, *(-1,) * (2 - len(self.eos)))
         numbers: Any = (
@@ -102,13 +102,12 @@ def read_call(
     prompt = read_prompt(input_ids, attention_mask, model.config.vocab_size)
     most = config.new_tokens(int(prompt.lengths.max()))
     eos = config.eos_ids(model.config.eos_token_ids)
-    own_pad = model.config.pad_token_id
-    pad = next((x for x in (config.pad_token_id, own_pad, *eos[:1]) if x is not None), 0)
+    pad = next((x for x in (config.pad_token_id, model.config.pad_token_id, *eos[:1]) if x is not None), 0)
     if config.do_sample and key is None:
         raise ValueError("prng_key=None and do_sample=True: tokens are drawn by a key; give prng_key=jax.random.key(0)")
     if config.stops and tokenizer is None:
         raise ValueError(
-            f"stop_strings={config.stop_strings!r} and tokenizer=None: they are looked for in text; give it"
+            f"stop_strings={config.stop_strings!r} and tokenizer=None: they are searched in text; give tokenizer"
         )
     if streamer is not None and config.num_beams > 1:
         raise ValueError(f"streamer is given, and num_beams={config.num_beams}: a beam may be dropped; leave one out")
@@ -116,7 +115,7 @@ def read_call(
     if caches is not None and (times > 1 or config.cache_implementation is not None):
         given = {"num_return_sequences": times, "cache_implementation": config.cache_implementation}
         raise ValueError(
-            f"past_key_values are given, and {given}: they have their rows and their storage; leave it out"
+            f"past_key_values are given, and {given}: the caches determine rows and storage; leave these out"
         )
     if caches is not None and prompt.starts.any():
         raise ValueError(
@@ -125,7 +124,7 @@ def read_call(
         )
     prompt = prompt.repeated(times)
     if key is not None:
-        jax.eval_shape(lambda key: row_keys(key, len(prompt.lengths)), key)  # raises
+        jax.eval_shape(lambda key: row_keys(key, len(prompt.lengths)), key)  # raises for another number of keys
     return Call(
         model=model, config=config, prompt=prompt, eos=eos, pad=pad, most=most, key=key, trace=trace,
         processor=processor, caches=caches, streamer=streamer, tokenizer=tokenizer,
@@ -172,7 +171,7 @@ def generate(call: Call) -> Generated:
 def _with_host(
     call: Call, steps: StepProgram, leaves: Leaves, rows: GenerationRows
 ) -> tuple[GenerationRows, list[TextOfRow] | None]:
-    """Run the steps one by one: after each the host gets its tokens, and decides which rows have a stop string."""
+    """Run steps one by one. After each step the host gets its tokens, and determines which rows have a stop string."""
     B, rules, one = len(call.prompt.lengths), call.rules(), np.int32(1)
     texts = None if call.tokenizer is None else [TextOfRow(call.tokenizer, call.config.stops) for _ in range(B)]
     columns = _Columns(call, B)
@@ -203,7 +202,7 @@ def _with_host(
 
 
 class _Columns:
-    """Tokens of rows that may grow by different numbers; a streamer is given one token of each row at a time."""
+    """The generated tokens. Rows may grow by different numbers; a streamer is given one token of each row at a time."""
 
     def __init__(self, call: Call, batch: int) -> None:
         self.streamer, self.pad = call.streamer, call.pad
@@ -270,8 +269,8 @@ def _beams_result(call: Call, beams: Beams) -> Generated:
 def _generated(tokens: np.ndarray, first: np.ndarray, lengths: np.ndarray, pad: int) -> np.ndarray:
     """Tokens [B, S] from ``first [B]`` to ``lengths [B]``, as int32 [B, n], padded."""
     result = np.full((len(first), int((lengths - first).max())), pad, np.int32)
-    for row, own, begin, end in zip(result, tokens, first, lengths, strict=True):
-        row[: end - begin] = own[begin:end]
+    for row, history, begin, end in zip(result, tokens, first, lengths, strict=True):
+        row[: end - begin] = history[begin:end]
     return result
 
 
@@ -288,6 +287,6 @@ def on_host(x: jax.Array) -> np.ndarray:
 
 
 def _check_fit(caches: Caches) -> None:
-    """Raise if the caller's caches had overflowed before; `make_room` has made room for everything else."""
+    """Raise if the caller's caches had overflowed before the call; `make_room` made room for all new tokens."""
     if rows := np.flatnonzero(on_host(caches[0].overflowed)).tolist():
         raise ValueError(f"past_key_values have overflowed in rows {rows}: tokens are missing in them")

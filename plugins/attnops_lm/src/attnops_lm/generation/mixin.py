@@ -41,31 +41,32 @@ class Generation:
         chunk: int | None = None,
         **kwargs: Any,
     ) -> Generated:
-        """Tokens that follow prompts.
+        """Generate the tokens that follow prompts.
 
         Two programs are compiled, for a chunk of the prompt and for a step; they serve all later calls whose batch,
-        rounded length, chunk, drafts and processor are the same. How tokens are drawn, limits and end tokens are data.
+        rounded length, chunk, drafts and processor are the same. How tokens are drawn, limits and end tokens are
+        arguments of the programs.
 
         Args:
             input_ids: integers [B, P]; or lists of tokens of different lengths.
-            generation_config: what to do; None for the defaults.
-            prng_key: a key, or keys [B]; used with ``do_sample`` alone. The tokens drawn for a row depend on its key
+            generation_config: how tokens are chosen, and when rows end; None for the defaults.
+            prng_key: a key, or keys [B]; used only with ``do_sample``. The tokens drawn for a row depend on its key
                 and its tokens, not on the batch, the chunks or the drafts.
             trace: whether steps are compiled. False runs them operation by operation, for debugging.
             logits_processor: ``(tokens int32 [B, S], scores float32 [B, V], lengths int32 [B]) -> scores``, called when
-                a step is traced; of row b the first ``lengths[b]`` tokens are there, −1 for padding. Log-probabilities
-                in a beam search. Each function has programs of its own.
+                a step is traced. Row b has ``lengths[b]`` tokens, −1 for padding. In a beam search, scores are
+                log-probabilities. Programs are compiled for each function.
             attention_mask: [B, P], 0 for padding left or right of a row's tokens; None: no padding.
             past_key_values: caches with earlier tokens, one per layer, which are donated: use those that are returned.
-                ``input_ids`` are the new tokens alone.
-            streamer: is given the prompt, then the tokens of each step; see `TextStreamer`.
-            tokenizer: for ``stop_strings`` and `Generated.texts`.
-            chunk: tokens of the prompt at a time, in place of ``prefill_chunk_size``.
+                ``input_ids`` are then only the new tokens.
+            streamer: is given the prompt, then the tokens of each step; such as a `TextStreamer`, which prints them.
+            tokenizer: needed for ``stop_strings`` and `Generated.texts`.
+            chunk: tokens of the prompt that are computed at a time, in place of ``prefill_chunk_size``.
             **kwargs: fields of `GenerationConfig` that are changed.
 
-        Memory: caches of S tokens per row, the next power of two above P + new tokens, above 1,024 the next multiple
-        of it; ``num_beams`` times that in a beam search, and while it reorders rows twice (pages: only those that
-        differ).
+        Memory: caches of S tokens per row, where S is P + new tokens rounded up to a power of two, or above 1,024 to a
+        multiple of 1,024. A beam search needs ``num_beams`` times that, and twice as much while it reorders rows (over
+        pages, only for the pages in which beams differ).
 
         Raises:
             ValueError: arguments that don't fit together, or more tokens than the model's context.
@@ -88,7 +89,7 @@ class Generation:
         token_type_ids: Any = None,
         mask_info: Any = None,
     ) -> dict[str, Any]:
-        """The keyword arguments of the model's first call, for a loop of one's own::
+        """The keyword arguments of the model's first call, to write your own loop::
 
             inputs = model.prepare_inputs_for_generation(input_ids, max_length, attention_mask=mask)
             out = model(input_ids, **inputs)
@@ -101,18 +102,18 @@ class Generation:
             max_length: S, the tokens of a row, its padding included.
             pad_token_id: not used, since lengths tell what is padding.
             starts: tokens of left padding, integers [B]; None: from ``attention_mask``.
-            shardings: ``{"mesh": Mesh, "rules": AxisRules}``: where the caches lie; None: on the mesh of the model's
-                metadata, else on one device.
+            shardings: ``{"mesh": Mesh, "rules": AxisRules}``, by which the caches are sharded; None: on the mesh of the
+                model's metadata, else on one device.
             attention_mask: [B, P], 0 for padding left or right of a row's tokens; None: no padding.
             token_type_ids: must be None: the models have no types of tokens.
             mask_info: must be None: give ``attention_mask``.
 
         Raises:
-            ValueError: the prompt is longer than ``max_length``, or an argument is not served.
+            ValueError: the prompt is longer than ``max_length``, or an argument is not supported.
         """
         for name, value in (("token_type_ids", token_type_ids), ("mask_info", mask_info)):
             if value is not None:
-                raise ValueError(f"{name} is given, but must be None: these models take attention_mask alone")
+                raise ValueError(f"{name} is given, but must be None: give attention_mask")
         if starts is not None and attention_mask is not None:
             raise ValueError("starts and attention_mask are both given: the mask says where padding is; leave one out")
         prompt = read_prompt(input_ids, attention_mask, self.config.vocab_size)

@@ -24,7 +24,7 @@ class Settings(NamedTuple):
     """The static settings of a model's step program.
 
     Attributes:
-        drafts: g, tokens that are drafted at a time.
+        drafts: g, the number of tokens that are drafted at a time.
         ngram: the most last tokens by which drafts are looked up.
         processor: the processor of the caller.
         trace: whether the program is compiled.
@@ -51,7 +51,7 @@ class News(NamedTuple):
 
 
 class Network:
-    """A model as a function of its weights, so that programs close over nothing that changes. Made by `split`."""
+    """A model as a function of its weights, so that programs close over nothing that changes. `split` makes it."""
 
     def __init__(self, treedef: Any) -> None:
         self.treedef = treedef
@@ -59,14 +59,14 @@ class Network:
     def __call__(
         self, leaves: Leaves, tokens: jax.Array, caches: Caches, real: jax.Array, logits_at: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        """Tokens [B, T], of which the first ``real[b]`` are appended -> logits [B, n, V] of ``logits_at [B, n]``."""
+        """Append the first ``real[b]`` of tokens [B, T] to caches; the logits [B, n, V] are at ``logits_at [B, n]``."""
         model = jax.tree.unflatten(self.treedef, leaves)
         out = model(tokens, past_key_values=caches, query_lengths=jnp.asarray(real), logits_at=logits_at)
         return out.logits, out.past_key_values
 
 
 class PromptProgram:
-    """The program that appends a chunk of a prompt. Made by `prompt_program`.
+    """The program that appends a chunk of a prompt. `prompt_program` makes it.
 
     Attributes:
         traces: how many times the program was traced.
@@ -84,7 +84,7 @@ class PromptProgram:
 
 
 class StepProgram:
-    """The program that runs steps in a loop. Made by `step_program`.
+    """The program that runs steps in a loop. `step_program` makes it.
 
     Attributes:
         traces: how many times the program was traced.
@@ -132,29 +132,29 @@ class StepProgram:
     def _step(self, leaves: Leaves, rows: GenerationRows, rules: Rules) -> tuple[GenerationRows, News]:
         """One call of the model: the last token of each row and its drafts, if any, and the tokens that follow."""
         g, is_live, n = self.settings.drafts, ~rows.finished, rows.lengths
-        tokens, window, found = rows.tokens, rows.last(), jnp.zeros_like(n)
+        tokens, window, draft_count = rows.tokens, rows.last(), jnp.zeros_like(n)
         if g:
-            drafts, found = look_up(tokens, n, g, self.settings.ngram)
-            found = jnp.where(is_live, jnp.minimum(found, rules.most - (n - rows.first) - 1), 0)
-            tokens, window = write(tokens, drafts, n, found), jnp.concatenate([window, drafts], axis=1)
+            drafts, draft_count = look_up(tokens, n, g, self.settings.ngram)
+            draft_count = jnp.where(is_live, jnp.minimum(draft_count, rules.most - (n - rows.first) - 1), 0)
+            tokens, window = write(tokens, drafts, n, draft_count), jnp.concatenate([window, drafts], axis=1)
         place = jnp.arange(1 + g, dtype=jnp.int32)
-        at = jnp.broadcast_to(place, window.shape)
-        real = jnp.where(is_live, 1 + found, 0)
-        scores, caches = self.network(leaves, jnp.maximum(window, 0), rows.caches, real, at)
+        logits_at = jnp.broadcast_to(place, window.shape)
+        real = jnp.where(is_live, 1 + draft_count, 0)
+        scores, caches = self.network(leaves, jnp.maximum(window, 0), rows.caches, real, logits_at)
 
         def pick(scores: jax.Array, i: jax.Array) -> jax.Array:
             return rules.pick(scores, rows, tokens, n + i, self.settings.processor)
 
         if g:
             picked = jax.vmap(pick, in_axes=(1, 0), out_axes=1)(scores, place)
-            right = accepted(window[:, 1:], found, picked)
+            accepted_count = accepted(window[:, 1:], draft_count, picked)
         else:
-            picked, right = pick(scores[:, 0], place[0])[:, None], found
-        count = jnp.where(is_live, 1 + right, 0)
+            picked, accepted_count = pick(scores[:, 0], place[0])[:, None], draft_count
+        count = jnp.where(is_live, 1 + accepted_count, 0)
         is_end = rules.is_end(picked) & (place < count[:, None])
         has_ended = is_end.any(axis=1)
         count = jnp.where(has_ended, is_end.argmax(axis=1).astype(jnp.int32) + 1, count)
-        if g:  # rejected drafts, and those after an end, are taken back
+        if g:  # remove rejected drafts, and those after an end
             caches = tuple(cache.truncate(n - 1 + count) for cache in caches)
         grown = dataclasses.replace(
             rows,
@@ -162,7 +162,7 @@ class StepProgram:
             tokens=write(tokens, picked, n, count),
             lengths=n + count,
             finished=rows.finished | has_ended | (n + count - rows.first >= rules.most),
-            drafted=rows.drafted + found,
+            drafted=rows.drafted + draft_count,
             accepted=rows.accepted + jnp.maximum(count - 1, 0),
             steps=rows.steps + 1,
         )
@@ -171,13 +171,13 @@ class StepProgram:
 
 @functools.lru_cache(maxsize=16)
 def prompt_program(network: Network, trace: bool) -> PromptProgram:
-    """The program of a model, kept for later calls."""
+    """The program of a model; later calls with the same arguments return the same one."""
     return PromptProgram(network, trace)
 
 
 @functools.lru_cache(maxsize=16)
 def step_program(network: Network, settings: Settings) -> StepProgram:
-    """The program of a model and its settings, kept for later calls."""
+    """The program of a model and its settings; later calls with the same arguments return the same one."""
     return StepProgram(network, settings)
 
 

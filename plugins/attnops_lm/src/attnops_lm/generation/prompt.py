@@ -1,4 +1,4 @@
-"""The prompts of a batch: padding left or right, and chunks."""
+"""The prompts of a batch: left or right padding, and chunks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Prompt(NamedTuple):
     """B prompts.
 
     Attributes:
-        tokens: int32 [B, P], as they were given.
-        starts: tokens of left padding, int32 [B].
-        lengths: int32 [B], the length of each row, its left padding included; right padding follows.
+        tokens: int32 [B, P], padding included.
+        starts: int32 [B], the number of left padding tokens.
+        lengths: int32 [B], the length of each row with its left padding; right padding follows.
     """
 
     tokens: np.ndarray
@@ -26,14 +26,14 @@ class Prompt(NamedTuple):
     lengths: np.ndarray
 
     def repeated(self, times: int) -> Prompt:
-        """Each row repeated so many times, in consecutive rows."""
+        """Each row repeated ``times`` times, in consecutive rows."""
         return self if times == 1 else Prompt(*(np.repeat(x, times, axis=0) for x in self))
 
     def chunks(self, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """All tokens but the last of each row, by chunks: tokens int32 [B, size], and how many of them are real [B]."""
-        most = int(self.lengths.max()) - 1
-        padded = np.pad(self.tokens, ((0, 0), (0, max(0, most + size - self.tokens.shape[1]))))
-        for first in range(0, most, size):
+        """Chunks of all tokens but the last of each row: int32 [B, size], and the number of real ones, int32 [B]."""
+        longest = int(self.lengths.max()) - 1
+        padded = np.pad(self.tokens, ((0, 0), (0, max(0, longest + size - self.tokens.shape[1]))))
+        for first in range(0, longest, size):
             yield padded[:, first : first + size], np.clip(self.lengths - 1 - first, 0, size).astype(np.int32)
 
     def history(self, used: np.ndarray, length: int) -> np.ndarray:
@@ -65,7 +65,7 @@ def read_prompt(input_ids: Any, attention_mask: Any, vocab_size: int) -> Prompt:
         raise ValueError(f"input_ids have shape {tokens.shape}, but every row must have a token to start from")
     if tokens.dtype.kind in "iu" and tokens.ndim == 1:
         raise ValueError(
-            f"input_ids have shape {tokens.shape}, but must be integers [B, P]; of one prompt give [input_ids]"
+            f"input_ids have shape {tokens.shape}, but must be integers [B, P]; for one prompt give [input_ids]"
         )
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"input_ids are {tokens.dtype} {tokens.shape}, but must be integers [B, P]")
@@ -121,17 +121,17 @@ def _padded(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
         raise ValueError(f"input_ids[{lengths.index(0)}] is empty, but a row must have a token to start from")
     rows = [np.asarray(row) for row in input_ids]
     padded = np.zeros((len(rows), max(lengths)), np.result_type(*rows))
-    for row, own in zip(padded, rows, strict=True):
-        row[: len(own)] = own
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: len(tokens)] = tokens
     return padded, np.arange(max(lengths)) < np.asarray(lengths)[:, None]
 
 
 def chunk_size(given: int | None, tokens: int, most: int | None) -> int:
-    """Tokens of a prompt at a time.
+    """The number of tokens of a prompt that are computed at a time.
 
     Args:
-        given: the size that the caller asks for. None: equal chunks of at most `LARGEST_CHUNK`, padded to one of four
-            sizes between powers of two, for little padding and few programs.
+        given: the size that the caller sets. None: equal chunks of at most `LARGEST_CHUNK`, padded to one of the four
+            sizes between two powers of two, for little padding and few programs.
         tokens: the tokens of the longest prompt.
         most: the most tokens that can be appended to a cache at a time; None for no limit.
 
@@ -146,5 +146,5 @@ def chunk_size(given: int | None, tokens: int, most: int | None) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ValueError(f"chunk={given!r} must be an int of at least 1, or None")
     if most is not None and given > most:
-        raise ValueError(f"chunks of {given} tokens are asked for, but a WindowCache of max_append={most} takes fewer")
+        raise ValueError(f"chunk={given} must be at most the WindowCache's max_append={most}")
     return given

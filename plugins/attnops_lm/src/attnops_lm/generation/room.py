@@ -23,7 +23,7 @@ class Room(NamedTuple):
         caches: one per layer, with at least room for the prompt and what may be generated.
         pool: for a beam search over pages, a pool of 2 · B · k rows; else None.
         used: tokens that are in the caches already, int32 [B].
-        length: S, the slots of the array of tokens by index.
+        length: S of the array [B, S] of all tokens, those in the caches included.
         max_append: the most tokens that can be appended to every cache at a time; None for no limit.
     """
 
@@ -44,7 +44,7 @@ def make_room(
     step: int,
     chunk: int | None,
 ) -> Room:
-    """Caches that fit, or the caller's, checked.
+    """Create caches with enough room, or check the caller's.
 
     Args:
         model: makes the caches.
@@ -54,7 +54,7 @@ def make_room(
         most: the most tokens generated per row.
         given: the caller's caches.
         step: tokens that a step appends at a time.
-        chunk: tokens of the prompt at a time; None if the caller does not set it.
+        chunk: tokens of the prompt that are appended at a time; None if the caller does not set it.
 
     Raises:
         ValueError: the caller's caches have too little room, or the tokens are more than the model's context.
@@ -85,11 +85,11 @@ def _check_context(config: Any, tokens: np.ndarray, used: np.ndarray, most: int)
         held = f"{longest} tokens" + (", those in past_key_values included," if used.any() else "")
         raise ValueError(
             f"a prompt of {held} and max_new_tokens={most} are {longest + most}, but must be at most the model's "
-            f"context, {context}: {_rule(context - longest)}"
+            f"context, {context}: {_advice(context - longest)}"
         )
 
 
-def _rule(room: int) -> str:
+def _advice(room: int) -> str:
     return f"ask for at most {room} new ones, or shorten the prompt" if room > 0 else "shorten the prompt"
 
 
@@ -102,7 +102,7 @@ def _paged(model: Any, config: GenerationConfig, starts: np.ndarray, lengths: np
     B, k, page = len(lengths), config.num_beams, config.page_size or DEFAULT_PAGE_SIZE
     pages = B * math.ceil(S / page)
     if k > 1:
-        # Beams share the full pages of the prompt, and a fork copies one page of each.
+        # Beams share the full pages of the prompt; a fork copies one page of each beam.
         shared = int((np.maximum(lengths - 1, 0) // page).min())
         pages = B * shared + B * k * (math.ceil(S / page) - shared + 1)
     caches, _ = model.init_ragged_pages(page_size=page, max_model_length=S, batch_size=B, pages=pages)

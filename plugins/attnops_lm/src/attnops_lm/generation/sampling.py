@@ -1,4 +1,4 @@
-"""The choice of a token from scores: temperature, top-k, top-p and min-p as data, so that one program serves all."""
+"""The choice of a token from scores. Temperature, top-k, top-p and min-p are arguments of one compiled program."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Sampling:
     def create(
         cls, temperature: ArrayLike = 0.0, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0, min_p: ArrayLike = 0.0
     ) -> Self:
-        """From numbers or arrays [B]. By default the token with the largest score is taken. Fields are NumPy arrays, so
-        that nothing is compiled.
+        """From numbers or arrays [B]; by default the token with the largest score is taken. The fields are NumPy
+        arrays, so that nothing is compiled.
         """
         temperature, top_p, min_p = (np.asarray(x).astype(np.float32) for x in (temperature, top_p, min_p))
         return cls(temperature, np.asarray(top_k).astype(np.int32), top_p, min_p)  # type: ignore[arg-type]
@@ -88,10 +88,10 @@ def limited(scores: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def row_keys(key: jax.Array, batch: int) -> jax.Array:
-    """A key per row [B], from one key for all rows or one per row; typed or not.
+    """A key per row, [B], from one key for all rows or one per row; typed keys or uint32 ones.
 
     Raises:
-        ValueError: another shape.
+        ValueError: there are neither one nor B keys.
     """
     typed = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
     if typed.shape == (batch,):
@@ -102,12 +102,12 @@ def row_keys(key: jax.Array, batch: int) -> jax.Array:
 
 
 def _by_row(x: jax.Array) -> jax.Array:
-    """[] or [B] against [B, V]."""
+    """An array [] or [B], such that it broadcasts to [B, V]."""
     return x[:, None] if x.ndim else x
 
 
 def _order(x: jax.Array) -> jax.Array:
-    """Integers uint32 in the order of the floats."""
+    """uint32 integers in the same order as the floats."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -116,8 +116,8 @@ def _largest_bits(holds: object, shape: tuple[int, ...]) -> jax.Array:
     """The largest uint32 [..., 1] for which a monotone predicate holds; 0 if none does."""
     assert callable(holds)
 
-    def bit(i: jax.Array, found: jax.Array) -> jax.Array:
-        trial = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        return jnp.where(holds(trial), trial, found)
+    def bit(i: jax.Array, bits: jax.Array) -> jax.Array:
+        trial = bits | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(holds(trial), trial, bits)
 
     return lax.fori_loop(0, 32, bit, jnp.zeros((*shape, 1), jnp.uint32))

@@ -23,7 +23,7 @@ def look_up(tokens: jax.Array, lengths: jax.Array, count: int, largest: int) -> 
     """
     S = tokens.shape[1]
     index = jnp.arange(S)
-    # run[b, j]: how many tokens before place j are the same as those at the row's end, up to the first that differs.
+    # run[b, j]: the number of tokens directly before place j that equal the row's last tokens.
     same = jnp.ones(tokens.shape, bool)
     run = jnp.zeros(tokens.shape, jnp.int32)
     for back in range(1, largest + 1):
@@ -36,12 +36,12 @@ def look_up(tokens: jax.Array, lengths: jax.Array, count: int, largest: int) -> 
     best = run.max(axis=1, keepdims=True)
     full = jnp.where((run == best) & (after >= count), index, -1).max(axis=1)
     start = jnp.where(full >= 0, full, (run == best).argmax(axis=1))
-    found = jnp.where(best[:, 0] > 0, jnp.minimum(lengths - start, count), 0)
+    counts = jnp.where(best[:, 0] > 0, jnp.minimum(lengths - start, count), 0)
     place = jnp.minimum(start[:, None] + jnp.arange(count), S - 1)
-    return jnp.take_along_axis(tokens, place, axis=1), found.astype(jnp.int32)
+    return jnp.take_along_axis(tokens, place, axis=1), counts.astype(jnp.int32)
 
 
-def accepted(drafts: jax.Array, found: jax.Array, picked: jax.Array) -> jax.Array:
-    """The number of drafts before the first one that differs from the picked token, int32 [B]."""
-    right = (drafts == picked[:, : drafts.shape[1]]) & (jnp.arange(drafts.shape[1]) < found[:, None])
+def accepted(drafts: jax.Array, counts: jax.Array, picked: jax.Array) -> jax.Array:
+    """The number of the first ``counts[b]`` drafts before one that differs from the picked token, int32 [B]."""
+    right = (drafts == picked[:, : drafts.shape[1]]) & (jnp.arange(drafts.shape[1]) < counts[:, None])
     return jnp.cumprod(right, axis=1).sum(axis=1).astype(jnp.int32)

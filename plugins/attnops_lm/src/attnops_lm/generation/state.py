@@ -15,7 +15,7 @@ from attnops_caches import Cache
 from attnops_lm.generation.sampling import Sampling, row_keys, sample
 
 # (tokens int32 [B, S] by index, −1 where there is none; scores float32 [B, V]; lengths int32 [B]) -> scores [B, V].
-# Tokens of a row from its length on are undefined.
+# Tokens of a row after its length are undefined.
 LogitsProcessor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -26,14 +26,14 @@ class GenerationRows:
 
     Attributes:
         caches: one per layer.
-        tokens: by their index in the caches, int32 [B, S]; −1 where none is known.
+        tokens: by their index in the caches, int32 [B, S]; −1 if the token is not known.
         lengths: the lengths of ``tokens``, int32 [B].
         first: the index of the first generated token, int32 [B].
-        finished: bool [B].
+        finished: whether a row has ended, bool [B].
         keys: a random key per row, [B].
-        drafted: tokens that were drafted, int32 [B].
+        drafted: the number of tokens that were drafted, int32 [B].
         accepted: the number of drafted tokens that were right, int32 [B].
-        steps: calls of the model, int32 [].
+        steps: the number of calls of the model, int32 [].
     """
 
     caches: tuple[Cache, ...]
@@ -69,13 +69,13 @@ def _first(tokens: jax.Array, lengths: jax.Array, key: jax.Array | None) -> tupl
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What may change between calls of one program.
+    """What may differ between calls of one program.
 
     Attributes:
         sampling: how tokens are drawn.
         penalty: float32 [], the repetition penalty; 1 for none.
         least: int32 [], the fewest tokens before an end token.
-        most: int32 [], the most tokens per row.
+        most: int32 [], the most generated tokens per row.
         ends: int32 [E], the end tokens.
     """
 
@@ -98,10 +98,10 @@ class Rules:
         """
 
         def penalised(scores: jax.Array) -> jax.Array:
-            is_own = jnp.arange(tokens.shape[1]) < lengths[:, None]
+            is_token = jnp.arange(tokens.shape[1]) < lengths[:, None]
             row = jnp.arange(tokens.shape[0])[:, None]
-            own = jnp.where(is_own & (tokens >= 0), tokens, scores.shape[1])
-            seen = jnp.zeros(scores.shape, bool).at[row, own].set(True, mode="drop")
+            ids = jnp.where(is_token & (tokens >= 0), tokens, scores.shape[1])
+            seen = jnp.zeros(scores.shape, bool).at[row, ids].set(True, mode="drop")
             return jnp.where(seen, jnp.where(scores > 0, scores / self.penalty, scores * self.penalty), scores)
 
         def without_ends(scores: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Text of tokens while they are generated: whole characters, stop strings, and streamers."""
+"""The text of tokens while they are generated: complete characters, stop strings, and streamers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Streamer(Protocol):
     """An object that is given tokens while they are generated: the methods of Hugging Face's streamers."""
 
     def put(self, value: np.ndarray, /) -> None:
-        """The prompt [B, P] first; then int32 [B], the next token of each row, padding after its end."""
+        """Called with the prompt [B, P], then with the next token of each row, int32 [B], padding after its end."""
 
     def end(self) -> None:
-        """All rows have ended."""
+        """Called when all rows have ended."""
 
 
 class Detokenizer:
@@ -43,7 +43,7 @@ class Detokenizer:
     def __init__(self, tokenizer: TextDecoder, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self._ids = list(context)
-        if context and tokenizer.decode(self._ids).endswith(_REPLACEMENT):  # it ends within a character
+        if context and tokenizer.decode(self._ids).endswith(_REPLACEMENT):  # the context ends within a character
             self._ids.clear()
         self._before, self._read = 0, len(self._ids)  # where the last piece begins, and where it ends
 
@@ -53,7 +53,7 @@ class Detokenizer:
         return self._take(whole=True)
 
     def finish(self) -> str:
-        """What is left, a broken character as U+FFFD."""
+        """The rest of the text; an incomplete character becomes U+FFFD."""
         return self._take(whole=False)
 
     def _take(self, *, whole: bool) -> str:
@@ -94,13 +94,13 @@ class StopStrings:
         return text
 
     def _overlap(self, stop: str) -> int:
-        """How many last characters may be the beginning of a stop."""
-        most = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)
+        """The number of last characters that may be the beginning of a stop string."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
 
 
 class TextOfRow:
-    """The text of one row until a stop string. See `Detokenizer` for the context."""
+    """The text of one row until a stop string; ``context`` has the tokens before the first one."""
 
     def __init__(self, tokenizer: TextDecoder, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer, context), StopStrings(stops)
@@ -108,7 +108,7 @@ class TextOfRow:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string came."""
+        """Whether a stop string has occurred."""
         return self._stops.stopped
 
     def push(self, token: int) -> str:
@@ -151,7 +151,7 @@ class TextStreamer:
         self._is_prompt = True
 
     def put(self, value: np.ndarray) -> None:
-        """See `Streamer.put`.
+        """Show the text of the prompt, [1, P], at the first call, then of the next token, [1].
 
         Raises:
             ValueError: there are several rows.
@@ -168,7 +168,7 @@ class TextStreamer:
                 self._show(text)
 
     def end(self) -> None:
-        """See `Streamer.end`. It can be used again."""
+        """Show the rest of the text. The streamer can be used again."""
         if text := self._row.finish():
             self._show(text)
         self._row, self._is_prompt = TextOfRow(self.tokenizer, self.stops), True

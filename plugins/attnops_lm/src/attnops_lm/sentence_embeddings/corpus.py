@@ -14,12 +14,12 @@ REFERENCE = Path(__file__).with_name("reference.npz")
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """The original's embeddings of `load_sentences()`, in that order; made by `make_reference.py`."""
+    """The original model's embeddings of `load_sentences()`, in that order; `make_reference.py` writes them."""
 
     embeddings: np.ndarray  # [N, M] float32: transformers and torch in float32, one sentence at a time, unpadded
-    num_tokens: np.ndarray  # [N] int32: tokens per sentence by its own tokenizer, truncated
-    rounding_error: float  # how far `embeddings` lie from the same model run in float64, max |difference|
-    note: str  # the versions that it was made with
+    num_tokens: np.ndarray  # [N] int32: tokens per sentence by the original's tokenizer, truncated
+    rounding_error: float  # max |difference| of `embeddings` from the same model's in float64
+    note: str  # the versions of the packages that computed it
 
 
 def load_sentences() -> list[str]:
@@ -41,5 +41,5 @@ def load_reference() -> Reference:
 
 
 def sentences_digest() -> str:
-    """A digest of the sentences, whatever the file's line endings; the reference stores it."""
+    """SHA-256 of the sentences, the same for all line endings; `reference.npz` stores it."""
     return hashlib.sha256("\n".join(load_sentences()).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""Make `reference.npz` with the original model: transformers and torch, from the same files as the JAX model.
+"""Write `reference.npz` with the original model: transformers and torch, from the same files as the JAX model.
 
     python -m attnops_lm.sentence_embeddings.make_reference       (in the repository's root; needs torch, transformers)
 
-Nothing here is shared with the JAX model but the files: the tokenizer is transformers' own, each sentence is embedded
-alone, without padding, and its attention is torch's eager one.
+It shares only the files with the JAX model: the tokenizer is transformers', each sentence is embedded separately,
+without padding, and attention is torch's eager one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def count_tokens(folder: Path, sentences: list[str], max_tokens: int) -> list[in
 
 
 def main() -> None:
-    """Write the file and print what it notes of itself."""
+    """Write the file and print its note."""
     folder = model_folder()
     sentences = load_sentences()
     max_tokens = json.loads((folder / "sentence_bert_config.json").read_text())["max_seq_length"]

@@ -17,19 +17,19 @@ from attnops.sharding import MODE_PREFILL
 from attnops_lm.sentence_embeddings.checkpoint import load_config, load_params, load_tokenizer, model_folder, tokenize
 from attnops_lm.sentence_embeddings.model import EncoderAttention, EncoderConfig, EncoderParams, SentenceTokens, embed
 
-# The largest difference, in any coordinate of any embedding, that rounding may explain. The original run in float32
-# lies 1.6e-7 from itself run in float64, and this model on a CPU 2.5e-7 from the original. The smallest mistakes tried:
-# q, k and v rounded to TF32 6e-5, the tanh GELU 4e-4, attention in bfloat16 6e-4, no padding mask 2e-1.
+# The largest difference, in any coordinate of any embedding, that rounding may explain. The original in float32 differs
+# by 1.6e-7 from itself in float64, and this model on a CPU by 2.5e-7 from the original. The smallest mistakes that were
+# tried: q, k and v rounded to TF32 6e-5, the tanh GELU 4e-4, attention in bfloat16 6e-4, no padding mask 2e-1.
 TOLERANCE = 5e-6
 
-# An encoder at inference: all its tokens at once, no gradient. An operation that can't serve it should say so here and
-# not hand over to its native forward, whose figures would then stand under its name.
+# An encoder at inference: all its tokens at once, no gradient. An operation that can't serve this model must raise:
+# otherwise the figures of the native forward would be shown under its name.
 METADATA = attnops.OperationMetadata(mode=MODE_PREFILL, on_unsupported="error")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """All that embedding needs other than the attention."""
+    """All that `embed` needs except the attention."""
 
     config: EncoderConfig
     params: EncoderParams
@@ -47,13 +47,13 @@ class Encoder:
 class SentenceBatch(NamedTuple):
     """Some sentences of the corpus."""
 
-    rows: np.ndarray  # [B] which
+    rows: np.ndarray  # [B], the indices of the sentences
     tokens: SentenceTokens  # [B, T]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderMeasurement:
-    """What one operation did. Times and memory are those of the last batch, the one with the longest sentences."""
+    """The result of one operation. Times and memory are those of the last batch, which has the longest sentences."""
 
     embeddings: np.ndarray  # of all batches, [at least N, M]
     max_difference: float  # from the reference, over all coordinates
@@ -78,14 +78,14 @@ def create_attention(name: str) -> EncoderAttention:
 
 
 def load_model() -> Encoder:
-    """Load it from the installed weights; `MissingWeightsError` says what to install."""
+    """Load the model from the installed weights; `MissingWeightsError` says what to install."""
     folder = model_folder()
     config = load_config(folder)
     return Encoder(config=config, params=load_params(folder), tokenizer=load_tokenizer(folder, config))
 
 
 def make_batches(model: Encoder, sentences: Sequence[str], long: int = 8) -> list[SentenceBatch]:
-    """Two batches, since each is a program to compile: the ``long`` longest sentences, after all others."""
+    """Two batches, since a program is compiled for each: all other sentences, then the ``long`` longest ones."""
     order = np.argsort(model.tokenize(sentences).mask.sum(axis=1), kind="stable")
     return [
         SentenceBatch(rows, model.tokenize([sentences[row] for row in rows])) for rows in (order[:-long], order[-long:])
@@ -103,7 +103,7 @@ def measure(
 ) -> EncoderMeasurement:
     """Embed every batch with `attention`, compare the first N sentences with the reference [N, M], and time the last.
 
-    `on_batch` is called after each. What the attention raises is raised.
+    `on_batch` is called after each batch. Exceptions of the attention are not caught.
     """
     forward = model.jit(attention)
     N, M = reference.shape

@@ -1,4 +1,4 @@
-"""The model: a BERT encoder, the mean over the tokens, unit length. Its attention is an argument.
+"""The model: a BERT encoder, the mean of its output over the tokens, scaled to unit length. Attention is an argument.
 
 Dimensions: `B` sentences, `T` tokens, `H` heads, `D` head_dim, `M = H · D` model width, `F` feed-forward width,
 `L` layers, `V` vocabulary, `P` positions.
@@ -111,7 +111,7 @@ def embed(
 def _encode(
     params: EncoderParams, config: EncoderConfig, tokens: SentenceTokens, attention: EncoderAttention
 ) -> jax.Array:
-    """Tokens [B, T] -> hidden states [B, T, M]; those of padding mean nothing."""
+    """Tokens [B, T] -> hidden states [B, T, M], arbitrary at padding."""
     length = tokens.ids.shape[1]
     embedded = params.words[tokens.ids] + params.positions[:length] + params.segment
     hidden = _layer_norm(params.norm, embedded, config)

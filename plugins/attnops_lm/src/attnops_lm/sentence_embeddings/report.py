@@ -1,4 +1,4 @@
-"""The demonstration: embed the sentences with every installed operation and show how each did."""
+"""The demonstration: embed the sentences with every installed operation, and show its agreement, time and memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NotRun(NamedTuple):
     """Why there is no measurement of an operation."""
 
     reason: str
-    failed: bool  # it raised something that is not a refusal
+    failed: bool  # whether it raised an exception that is not a refusal
 
 
 def run(console: Console | None = None, operations: Sequence[str] | None = None) -> int:
@@ -53,8 +53,8 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
         operations: names of operations. None: all that are installed.
 
     Returns:
-        0 if at least one operation ran, all that ran agree with the original model, and none failed; otherwise 1. One
-        that refuses is no failure, unless `operations` names it.
+        0 if at least one operation ran, all that ran agree with the original model, and none failed; otherwise 1. An
+        operation that refuses does not count as failed, unless `operations` names it.
 
     Raises:
         MissingWeightsError: the model's weights are not installed; the message says how to install them.
@@ -106,7 +106,7 @@ def _measure_all(
     batches: Sequence[SentenceBatch],
     reference: np.ndarray,
 ) -> dict[str, EncoderMeasurement | NotRun]:
-    """What became of each operation, by name."""
+    """By name, the measurement of each operation, or why there is none."""
     outcomes: dict[str, EncoderMeasurement | NotRun] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -121,7 +121,7 @@ def _measure_all(
                 )
             except REFUSALS as error:
                 outcomes[name] = NotRun(str(error), failed=False)
-            except Exception as error:  # one broken operation must not hide the others; it is shown, and is exit 1
+            except Exception as error:  # a broken operation must not hide the others; the exit status is then 1
                 outcomes[name] = NotRun(f"{type(error).__name__}: {error}", failed=True)
     return outcomes
 
@@ -140,15 +140,15 @@ def _neighbours_table(operation: str, sentences: Sequence[str], queries: np.ndar
 
 
 def _operations_table(measured: dict[str, EncoderMeasurement]) -> Table:
-    """How each operation did, agreement first."""
+    """Agreement, time and memory of each operation."""
     B, T = next(iter(measured.values())).batch_shape
     table = Table(
         title="Operations",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        caption=f"It agrees if no coordinate of any embedding differs from the original PyTorch model's by more than "
-        f"{TOLERANCE:g}. Time and memory are of one batch of {B} × {T} tokens; memory is what XLA allocates "
-        f"in addition to weights, tokens and embeddings.",
+        caption=f"An operation agrees if no coordinate of any embedding differs from the original PyTorch model's by "
+        f"more than {TOLERANCE:g}. Time and memory are those of one batch of {B} × {T} tokens; memory is what XLA "
+        f"allocates in addition to weights, tokens and embeddings.",
         caption_justify="left",
     )
     table.add_column("operation", overflow="fold")

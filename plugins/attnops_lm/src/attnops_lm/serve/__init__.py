@@ -1,7 +1,7 @@
-"""A server: requests join and leave a batch between steps, over pages, in the API of OpenAI's clients.
+"""A server with the API of OpenAI's clients: requests join and leave a batch between steps; their caches are pages.
 
-`attnops serve` runs it. From below: `Pages`, the bookkeeping of pages; `Engine`, which forms a
-batch for every step; `application`, the HTTP endpoints.
+`attnops serve` runs it. Its layers, the lowest first: `Pages`, the bookkeeping of pages; `Engine`, which forms a batch
+for every step; `application`, the HTTP endpoints.
 
 Dimensions: `R` rows, the requests that run at a time; `M` pages per row; `N` tokens per step; `V` vocabulary.
 """

@@ -29,7 +29,7 @@ class Answer:
         self.created = int(time.time())
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Every delta, with the number of its request."""
+        """Every delta, with the index of its request."""
         left = len(self.requests)
         while left:
             i, delta = await self.queue.get()
@@ -46,11 +46,11 @@ class Answer:
             async for i, delta in self.deltas():
                 parts[i].append(delta)
 
-        async def gone() -> None:
+        async def disconnected() -> None:
             while (await http.receive())["type"] != "http.disconnect":
                 pass
 
-        tasks = [asyncio.ensure_future(x) for x in (collect(), gone())]
+        tasks = [asyncio.ensure_future(x) for x in (collect(), disconnected())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
@@ -86,7 +86,7 @@ class Answer:
         }  # fmt: skip
 
     def choice(self, i: int, deltas: list[Delta], is_part: bool, is_first: bool = False) -> dict[str, Any]:
-        """Deltas of request i, joined."""
+        """The JSON of request i's deltas, joined."""
         text = "".join(x.text for x in deltas)
         choice = {"index": i, "finish_reason": deltas[-1].finish_reason, "logprobs": None}
         if not self.is_chat:
@@ -97,7 +97,7 @@ class Answer:
         return choice | {"delta": delta}
 
     def usage(self) -> dict[str, Any]:
-        """How many tokens there were."""
+        """The numbers of tokens."""
         prompt = sum(x.prompt_length for x in self.requests)
         total = sum(len(x.tokens) for x in self.requests)
         cached = sum(x.cached for x in self.requests)
@@ -108,7 +108,7 @@ class Answer:
 
 
 class Events(StreamingResponse):
-    """A stream whose requests are cancelled when it ends, for whatever reason."""
+    """A stream that cancels its requests when it ends, for whatever reason."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -12,18 +12,18 @@ from pydantic_core import PydanticCustomError
 NOT_SERVED: Final = "not_served"  # the type of these errors
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # typing takes types with equal annotations as one, and 0 equals False
+@dataclasses.dataclass(frozen=True, eq=False)  # typing merges types with equal annotations, and 0 equals False
 class Only:
-    """For a field that is not, or not fully, supported: the accepted values. Others are refused with our message."""
+    """The accepted values of a field that is not, or not fully, supported; others are refused with our message."""
 
     values: tuple[Any, ...] = ()
 
     def __call__(self, value: Any) -> Any:
-        """The value, if it is one of them; 1 and 1.0 are equal, 1 and True are not."""
+        """The value, if it is accepted; 1 and 1.0 are equal, 1 and True are not."""
         if any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in self.values):
             return value
-        shown, taken = json.dumps(value), " or ".join(json.dumps(x) for x in self.values if x is not None)
-        rules = ["leave it out"] * (None in self.values) + [f"send {taken}"] * bool(taken)
+        shown, accepted = json.dumps(value), " or ".join(json.dumps(x) for x in self.values if x is not None)
+        rules = ["leave it out"] * (None in self.values) + [f"send {accepted}"] * bool(accepted)
         given = {"value": shown if len(shown) <= 60 else f"{shown[:60]}…", "rule": " or ".join(rules)}
         raise PydanticCustomError(NOT_SERVED, "{value} is not served; {rule}", given)
 
@@ -40,7 +40,7 @@ Stop = Annotated[str, Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """JSON whose fields have exactly these types, and no others."""
+    """JSON with no other fields than these, of exactly these types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -60,7 +60,7 @@ class ContentPart(Strict):
 
 
 class Message(Strict):
-    """One turn of a conversation; what an answer of this API has in addition may be sent back."""
+    """One turn of a conversation. Fields that only answers of this API have are accepted too, if they are empty."""
 
     role: Annotated[Any, AfterValidator(Only(("system", "developer", "user", "assistant")))]
     content: Annotated[str | Annotated[list[ContentPart], Field(min_length=1)] | None, Field(validate_default=True)] = (
@@ -76,7 +76,7 @@ class Message(Strict):
     @field_validator("content")
     @classmethod
     def is_there(cls, content: str | list[ContentPart] | None, info: ValidationInfo) -> str | list[ContentPart] | None:
-        """None is an assistant's turn without text."""
+        """The content; None is accepted only for an assistant's turn, which may have no text."""
         if content is None and info.data.get("role", "assistant") != "assistant":
             raise PydanticCustomError("missing", "it must be text or a list of parts; only an assistant's may be null")
         return content
@@ -115,7 +115,7 @@ class Body(Strict):
     prompt_cache_retention: Label = None
 
     @property
-    def most(self) -> tuple[str, int | None]:
+    def token_limit(self) -> tuple[str, int | None]:
         """The field that limits the answer, and its value."""
         return "max_tokens", self.max_tokens
 
@@ -151,7 +151,7 @@ class ChatBody(Body):
     web_search_options: Unserved = None
 
     @property
-    def most(self) -> tuple[str, int | None]:
+    def token_limit(self) -> tuple[str, int | None]:
         """The field that limits the answer, and its value."""
         given = self.max_completion_tokens
-        return super().most if given is None else ("max_completion_tokens", given)
+        return super().token_limit if given is None else ("max_completion_tokens", given)

@@ -42,7 +42,7 @@ class Server:
         self.thread = threading.Thread(target=engine.run, name="engine", daemon=True)
 
     async def health(self, _: HTTPRequest) -> Response:
-        """Whether the engine runs, and how full it is."""
+        """Whether the engine runs, and the numbers of requests and pages."""
         engine = self.engine
         is_up = self.thread.is_alive() and not engine.is_stopped
         content = {
@@ -52,19 +52,19 @@ class Server:
         return JSONResponse(content, 200 if is_up else 503)
 
     async def models(self, _: HTTPRequest) -> Response:
-        """The one model."""
+        """The list of models, which has one."""
         return JSONResponse({"object": "list", "data": [self._description()]})
 
     def _description(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self.started, "owned_by": "attnops"}
 
     async def model(self, http: HTTPRequest) -> Response:
-        """The one model, by its name."""
+        """The description of the model, if the name is its name."""
         self._check_name(http.path_params["name"])
         return JSONResponse(self._description())
 
     async def completions(self, http: HTTPRequest) -> Response:
-        """Continue a prompt, or several."""
+        """Continue one or several prompts."""
         return await self._respond(http, self._read_completion)
 
     async def chat(self, http: HTTPRequest) -> Response:
@@ -73,10 +73,10 @@ class Server:
 
     def _read_completion(self, content: bytes) -> tuple[Body, list[Request]]:
         body: CompletionBody = self._parse(content, CompletionBody)
-        prompt, most = body.prompt, self.engine.max_waiting
+        prompt, max_prompts = body.prompt, self.engine.max_waiting
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
-        if len(prompts) > most:
-            message = f"prompt: {len(prompts)} prompts in a call must be at most {most}; send them in several calls"
+        if len(prompts) > max_prompts:
+            message = f"prompt: {len(prompts)} prompts in a call must be at most {max_prompts}; send several calls"
             raise APIError(400, message, "prompt")
         encode = functools.partial(self.engine.tokenizer.encode, add_special_tokens=True)
         tokens: list[list[int]] = [encode(x) if isinstance(x, str) else x for x in prompts]  # type: ignore[misc]
@@ -107,7 +107,7 @@ class Server:
             raise APIError.of_body(error) from None
         self._check_name(body.model)
         if body.stream_options is not None and not body.stream:
-            raise APIError(400, "stream_options: it is for stream=true alone", "stream_options")
+            raise APIError(400, "stream_options: it needs stream=true; leave it out", "stream_options")
         return body
 
     def _check_name(self, name: str) -> None:
@@ -115,20 +115,20 @@ class Server:
             raise APIError(404, f"model: {name!r} is not served, but {self.name!r}", "model", "model_not_found")
 
     def _request(self, body: Body, tokens: list[int], param: str, default: int) -> Request:
-        """A request of these tokens, whose answer has at most ``default`` if the client gives no limit."""
-        context, (field, most) = self.engine.max_length, body.most
+        """A request of these tokens; its answer has at most ``default`` tokens if the client gives no limit."""
+        context, (field, limit) = self.engine.max_length, body.token_limit
         room = context - len(tokens)
         code = "context_length_exceeded"
         if room < 1:
             message = f"{param}: its {len(tokens)} tokens must be fewer than the context, {context}; send less text"
             raise APIError(400, message, param, code)
-        if most is not None and most > room:
-            message = f"{field}: {most} and {len(tokens)} tokens of {param} must be at most {context} together"
+        if limit is not None and limit > room:
+            message = f"{field}: {limit} and {len(tokens)} tokens of {param} must be at most {context} together"
             raise APIError(400, f"{message}; ask for at most {room}", field, code)
         seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
         return Request(
-            list(tokens), min(default, room) if most is None else most, temperature=body.temperature or 0.0,
+            list(tokens), min(default, room) if limit is None else limit, temperature=body.temperature or 0.0,
             top_k=body.top_k, top_p=1.0 if body.top_p is None else body.top_p, seed=seed, stop=stop,
             ignore_eos=body.ignore_eos,
         )  # fmt: skip
@@ -147,7 +147,7 @@ class Server:
         return b"".join(parts)
 
     async def _respond(self, http: HTTPRequest, read: Callable[[bytes], tuple[Body, list[Request]]]) -> Response:
-        # In a thread: parsing, templates and tokenizers take seconds for long texts, and other clients must not wait.
+        # In a thread: parsing, templates and tokenizers need seconds for long texts, and other clients must not wait.
         body, requests = await asyncio.to_thread(read, await self._content(http))
         queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ class Server:
 
 
 class QuietEnd:
-    """Middleware that does not log requests that are cancelled because the server ends."""
+    """Middleware that keeps requests that are cancelled because the server ends out of the log."""
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
         self.app, self.engine = app, engine

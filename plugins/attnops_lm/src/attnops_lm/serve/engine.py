@@ -1,4 +1,4 @@
-"""Continuous batching: which requests have tokens computed in which step."""
+"""Continuous batching: which tokens of which requests each step computes."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ class QueueFullError(Exception):
 
 
 class StoppedError(Exception):
-    """The engine does not run any more."""
+    """The engine has stopped."""
 
 
 class Engine:
-    """Continuous batching: every step is one call of the model, on whichever rows have tokens to compute.
+    """Continuous batching: every step is one call of the model, on all rows that have tokens to compute.
 
-    A step has at most N tokens: one of each row that generates, and otherwise chunks of prompts. There are few
-        programs: [R, 1] if no row has more than one token, else packed tokens, padded to one of the sizes in
-        ``chunks``; everything else that differs between steps is data. Pages are allocated as tokens arrive. If no page
-        is free, the youngest request is preempted, and recomputed when there is room; its text is the same.
+    A step has at most N tokens: one of each row that generates, then chunks of prompts. Only few programs are compiled:
+    one for [R, 1] tokens, if no row has more than one, and one for each size in ``chunks``, to which packed tokens are
+    padded. Everything else that differs between steps is an argument of the program. Pages are allocated as tokens
+    arrive. If no page is free, the youngest request is preempted, and recomputed when there is room; its text stays the
+    same.
 
     Args:
-        model: its weights are read here, once.
-        tokenizer: for the text of tokens.
-        rows: R, requests that run at a time.
+        model: the model; later changes of its weights have no effect.
+        tokenizer: converts tokens to text.
+        rows: R, the most requests that run at a time.
         pages: pages of all requests together.
         page_size: tokens per page.
         max_length: the most tokens of a request, prompt included, at most the model's context; rounded up to whole
@@ -55,7 +56,7 @@ class Engine:
         chunks: sizes of packed steps, each larger than R; the largest is N.
         max_waiting: the most requests that wait; further ones raise `QueueFullError`.
         prefix_sharing: whether requests with the same first tokens share the pages of these tokens.
-        codec: how keys and values are stored; None: as they are.
+        codec: how keys and values are quantised; None: they are not.
 
     Raises:
         ValueError: a size is not positive, a request of ``max_length`` does not fit into pages or the model's context,
@@ -89,7 +90,7 @@ class Engine:
         self.counts: collections.Counter[str] = collections.Counter()  # traces, steps, preempted, copied, ...
         self.changed = threading.Condition()
         self.is_stopped = False
-        self.failure: BaseException | None = None  # what ended `run`, if `stop` did not
+        self.failure: BaseException | None = None  # the error that ended `run`, if any
         self.numbers = itertools.count()
         graph, self.state = nnx.split(model)
         self.caches, _ = model.init_ragged_pages(
@@ -138,7 +139,7 @@ class Engine:
             )
         if not 0 <= min(x.tokens) <= max(x.tokens) < self.vocab_size:
             raise ValueError(
-                f"tokens from {min(x.tokens)} to {max(x.tokens)} must be of the vocabulary, 0 to {self.vocab_size - 1}"
+                f"tokens from {min(x.tokens)} to {max(x.tokens)} must be in the vocabulary, 0 to {self.vocab_size - 1}"
             )
         if not (0 <= x.temperature < math.inf and 0 < x.top_p <= 1 and x.top_k >= 0 and 0 <= x.seed < 2**32):
             raise ValueError(
@@ -182,7 +183,7 @@ class Engine:
         release_memory()
 
     def step(self) -> bool:
-        """Compute one batch. False: there was nothing to compute."""
+        """Compute one batch; False if there was nothing to compute."""
         with self.changed:
             runs = self._schedule()
         if not runs:
@@ -210,7 +211,7 @@ class Engine:
         self.pages.filling.clear()
         runs: dict[Request, int] = {}
         left, preempted = self.chunks[-1], self.counts["preempted"]
-        # Those that generate come first, so that no prompt delays them.
+        # Requests that generate come first, so that no prompt delays them.
         for request in sorted(self.running, key=lambda x: (x.pending > 1, x.number)):
             count = min(request.pending, left)
             if request.row >= 0 and count and self._grow(request, request.computed + count):
@@ -236,16 +237,16 @@ class Engine:
         tokens.
         """
         size, tokens = self.pages.size, request.tokens
-        # The last token is computed in any case, for the logits of the next.
+        # The last token is always computed, for the logits of the next.
         pages, key = self.pages.find(tokens[:-1])
         part, count = self.pages.find_part(key, tokens[len(pages) * size : -1])
         count *= count >= size // 2  # copying a page for fewer tokens is not worth it
         held = [*pages, part] if count else pages
         for page in held:
             self.pages.hold(page)
-        # And a page for each that runs, so that the next step does not put it back.
+        # One more page for each running request, so that the next step does not preempt this one.
         needed = math.ceil(len(tokens) / size) - len(pages) + len(self.running)
-        if count and self.pages.available < needed:  # the page to copy from may be one of these
+        if count and self.pages.available < needed:  # without ``part`` held, one more page may be available
             self.pages.drop(held.pop())
             count = 0
         if self.pages.available < needed:
@@ -281,11 +282,11 @@ class Engine:
         return True
 
     def _compute(self, request: Request, count: int) -> None:
-        """Count ``count`` tokens as computed by the step; pages that they fill get their keys."""
+        """Count ``count`` tokens as computed by this step, and register the pages that they fill, to be shared."""
         request.computed += count
         size = self.pages.size
         for i in range(request.shared, request.computed // size):
-            request.key = self.pages.name(request.key, request.tokens[i * size : (i + 1) * size], request.pages[i])
+            request.key = self.pages.register(request.key, request.tokens[i * size : (i + 1) * size], request.pages[i])
         request.shared = request.computed // size
 
     def _release(self, request: Request) -> None:
@@ -327,7 +328,7 @@ class Engine:
         return tokens
 
     def _advance(self, request: Request, token: int) -> None:
-        """Add a token to a request, and what it adds to its text."""
+        """Add a token to a request, and emit the text that it adds."""
         request.tokens.append(token)
         is_end = token in self.eos_ids and not request.ignore_eos
         text = "" if is_end else request.text.push(token)

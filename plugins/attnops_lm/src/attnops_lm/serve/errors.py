@@ -1,4 +1,4 @@
-"""Errors in the format of that API."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnops_lm.serve.bodies import NOT_SERVED
 
 
 class APIError(Exception):
-    """An error in that API's format."""
+    """An error, with its HTTP status and its JSON."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -20,18 +20,18 @@ class APIError(Exception):
 
     @classmethod
     def of_body(cls, error: ValidationError) -> APIError:
-        """The first of what is wrong in a body, with the name of the field."""
+        """From the first error in a body, with the name of the field."""
 
         def name(loc: tuple[int | str, ...]) -> str | None:  # without the types that were tried, such as list[int]
             path = itertools.takewhile(lambda x: isinstance(x, int) or (x.isidentifier() and x != "str"), loc)
             return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".") or None
 
         errors = error.errors()
-        # Of a union all types are tried; what one of them does not serve says more than that another is another.
+        # A union has the errors of all its types. That a value is not served says more than that it has another type.
         errors.sort(key=lambda x: x["type"] != NOT_SERVED)
         *parents, last = errors[0]["loc"] or ("",)
         param, is_unserved = name(errors[0]["loc"]), errors[0]["type"] == NOT_SERVED
-        if errors[0]["type"] == "extra_forbidden":  # whatever the client calls it
+        if errors[0]["type"] == "extra_forbidden":  # a client's own name, which may be any string
             param = f"{name(tuple(parents)) or ''}.{last}".lstrip(".")
             return cls(400, f"{param}: no such field", param, errors[0]["type"])
         same = [x for x in errors if name(x["loc"]) == param and (x["type"] == NOT_SERVED) == is_unserved]

@@ -1,4 +1,4 @@
-"""A model and its tokenizer, to be served."""
+"""Loads a model and its tokenizer for the server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from attnops_lm.tokenizer import Tokenizer
 
 
 def load_model(checkpoint: str | None, operation: str) -> tuple[CausalLM, Tokenizer]:
-    """A model and its tokenizer: of a directory in Hugging Face's format, or SmolLM2-135M-Instruct.
+    """A model and its tokenizer, from a directory in Hugging Face's format; None: SmolLM2-135M-Instruct.
 
     Raises:
         FileNotFoundError: the directory lacks a file, such as the tokenizer.
         ModuleNotFoundError: SmolLM2 is not installed.
-        ValueError: a model that is not mapped, or weights that don't fit it.
+        ValueError: the model's type is not supported, or its weights do not fit the config.
     """
     if checkpoint is None:
         return load_smollm2(operation=operation)

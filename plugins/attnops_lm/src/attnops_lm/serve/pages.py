@@ -13,8 +13,8 @@ class Pages:
     """Which pages are free, how many rows hold each, and which prefix each contains.
 
     It is on the host, unlike `attnops_caches.PagePool`: these numbers decide before every step which requests run, and
-    reading them from the device would have to wait for it. The key of a full page is a hash of all tokens up to its
-    end. Pages that no row holds keep their contents until they are allocated again.
+    to read them from the device would mean to wait for it. The key of a full page is a hash of all tokens up to the end
+    of the page. Pages that no row holds keep their contents until they are allocated again.
     """
 
     def __init__(self, count: int, size: int, sharing: bool = True) -> None:
@@ -60,7 +60,7 @@ class Pages:
             else:
                 self.free.append(page)
 
-    def name(self, before: bytes, tokens: list[int], page: int) -> bytes:
+    def register(self, before: bytes, tokens: list[int], page: int) -> bytes:
         """Register a page that is now full, and return its key; if several pages have the same key, `find` returns the
         first.
         """
@@ -72,7 +72,7 @@ class Pages:
         return key
 
     def find(self, tokens: list[int]) -> tuple[list[int], bytes]:
-        """Full pages that have the first of these tokens, and the key of the last."""
+        """Full pages that hold the first of these tokens, and the key of the last page."""
         pages, key = [], b""
         for i in range(len(tokens) // self.size):
             longer = _key(key, tokens[i * self.size : (i + 1) * self.size])
@@ -83,19 +83,19 @@ class Pages:
         return pages, key
 
     def find_part(self, key: bytes, tokens: list[int]) -> tuple[int, int]:
-        """The page after ``key`` that begins with the most of these tokens, and their number.
+        """The page after ``key`` that begins with the most of these tokens, and their number; (−1, 0) for none.
 
         A page can be shared as a whole in the step that fills it, since the step appends all tokens before any attends.
         It can't be copied in that step, since copies are made before it.
         """
         pages = [page for page in self.after.get(key, ()) if page not in self.filling]
-        found = ((_common(self.content[page][2], tokens), page) for page in pages)
-        count, page = max(found, default=(0, -1))
+        candidates = ((_common(self.content[page][2], tokens), page) for page in pages)
+        count, page = max(candidates, default=(0, -1))
         return page, count
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of equal first tokens."""
+    """The length of the common beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

@@ -12,14 +12,14 @@ import uvicorn
 from attnops_lm.serve.endpoints import application
 from attnops_lm.serve.engine import Engine
 
-GRACE = 5  # seconds in which connections must end when the server does
+GRACE = 5  # seconds that connections have to end before the server does
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn's server, which ends when its engine ends, and tells the engine first when a signal comes.
+    """uvicorn's server, except that it ends when its engine ends, and that a signal stops the engine first.
 
-    The engine then ends all streams. uvicorn alone waits for open streams before it tells the application to stop, and
-    the streams would wait for that.
+    The engine then ends all streams. Otherwise uvicorn would wait for open streams before it told the application to
+    stop, while the streams waited for the engine.
     """
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
@@ -33,7 +33,7 @@ class HTTPServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end; asked ten times a second."""
+        """Whether to end; uvicorn calls this ten times a second."""
         return await super().on_tick(counter) or self.engine.is_stopped
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -49,7 +49,7 @@ def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 800
         engine: the engine; it is stopped at the end.
         name: the name of the model, for clients.
         host: the address to listen on.
-        port: 0 for any that is free.
+        port: the port to listen on; 0 for any free one.
 
     Returns:
         An exit status: 1 if the engine failed, else 0.

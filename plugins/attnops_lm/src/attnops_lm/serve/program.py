@@ -15,17 +15,17 @@ from attnops_lm.generation.sampling import Sampling, sample
 
 
 class StepBatch(NamedTuple):
-    """The inputs of one step. Arrays by row have R entries; an idle row has count 0."""
+    """The inputs of one step for R rows. An idle row has count 0."""
 
-    tokens: Any  # int32 [N], packed; [R] where each row has one
+    tokens: Any  # int32 [N], the tokens of all rows, packed; [R] if no row has more than one
     counts: Any  # int32 [R], tokens per row
     lengths: Any  # int32 [R], tokens that the row's pages hold already
-    table: Any  # int32 [R, M]
+    table: Any  # int32 [R, M], the pages of each row
     temperature: Any  # float32 [R]; 0 is greedy
     top_k: Any  # int32 [R]
     top_p: Any  # float32 [R]
     seed: Any  # uint32 [R]
-    index: Any  # int32 [R], of the token among those generated
+    index: Any  # int32 [R], how many tokens were generated before this one
 
 
 def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[..., tuple[Any, Any]]:
@@ -39,17 +39,17 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
 
     def step(state: Any, caches: Any, batch: StepBatch) -> tuple[Any, Any]:
         traced()
-        # Lengths and table are the host's; the device keeps the tokens.
+        # Lengths and the table come from the host with every step; the tokens stay on the device.
         caches = tuple(dataclasses.replace(c.with_table(batch.table), lengths=batch.lengths) for c in caches)
         ends = jnp.cumsum(batch.counts)
         if batch.tokens.shape[0] > rows:
             slots = jnp.arange(rows, dtype=jnp.int32)
-            given: dict[str, Any] = {"rows": Rows(jnp.concatenate([jnp.zeros(1, ends.dtype), ends]), slots)}
+            options: dict[str, Any] = {"rows": Rows(jnp.concatenate([jnp.zeros(1, ends.dtype), ends]), slots)}
             tokens, last = batch.tokens[None], jnp.maximum(ends - 1, 0)[None]
         else:
-            given = {"query_lengths": batch.counts}
+            options = {"query_lengths": batch.counts}
             tokens, last = batch.tokens[:, None], jnp.zeros((rows, 1), jnp.int32)
-        out = nnx.merge(graph, state)(tokens, past_key_values=caches, logits_at=last, **given)
+        out = nnx.merge(graph, state)(tokens, past_key_values=caches, logits_at=last, **options)
         keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(batch.seed, batch.index)
         sampling = Sampling(batch.temperature, batch.top_k, batch.top_p, jnp.zeros(rows))
         tokens = sample(out.logits.reshape(rows, -1), keys, sampling)

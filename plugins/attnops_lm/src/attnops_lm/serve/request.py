@@ -1,4 +1,4 @@
-"""A prompt to be continued, and what a step adds to its text."""
+"""A request: a prompt to continue, and its state in the engine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnops_lm.generation.text import TextOfRow
 
 
 class Delta(NamedTuple):
-    """What a step adds to a request."""
+    """What one step adds to a request's text."""
 
     text: str
     finish_reason: str | None = None  # "stop", "length", "error"
@@ -18,13 +18,16 @@ class Delta(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One prompt to be continued, and its state.
+    """One prompt to continue, and its state.
 
     Attributes:
-        tokens: the prompt's, followed by those that were generated.
+        tokens: the prompt's tokens, followed by the generated ones.
         emit: called with every `Delta`, from the engine's thread.
         top_k: the number of most probable tokens from which one is drawn; 0: all.
+        row: the row of the batch that computes the request; −1 while it waits.
+        number: the order of arrival.
         computed: the number of tokens whose keys and values are in ``pages``.
+        cached: tokens of the prompt that shared pages held when the request got a row; the largest if it got several.
         key: the key of the prefix that the first ``shared`` pages hold.
     """
 
@@ -52,5 +55,5 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Tokens without keys and values: those of the prompt, or the last one that was generated."""
+        """The number of tokens without keys and values: of the prompt at first, then the last generated one."""
         return len(self.tokens) - self.computed

@@ -1,4 +1,4 @@
-"""Operations and peers side by side: each is checked against the oracle, and only what is right is timed."""
+"""Benchmarks of operations and peers: each is checked against the oracle, and timed only if it is right."""
 
 from attnops_testing.bench.caches import CacheCase, reading
 from attnops_testing.bench.case import Case, Refused, packed_documents

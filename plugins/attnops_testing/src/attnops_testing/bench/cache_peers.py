@@ -1,4 +1,4 @@
-"""Peers over the tokens of a cache: they read plain arrays, after a codec the dequantised tokens."""
+"""Peers over the tokens of a cache: they read plain arrays, dequantised if the cache has a codec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def jax_nn(case: CacheCase, what: str) -> Ready:
-    """`jax.nn.dot_product_attention` with ``key_value_seq_lengths``, and a mask array where that is not all."""
+    """`jax.nn.dot_product_attention` with ``key_value_seq_lengths``, and a mask array if lengths do not suffice."""
     tokens = case.tokens
     if tokens.latent is not None:
         raise Refused(f"it needs Dv = D, but the value is {tokens.latent} of {tokens.head_dim} features of the key")
@@ -32,8 +32,8 @@ def jax_nn(case: CacheCase, what: str) -> Ready:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, lengths: PyTree) -> jax.Array:
         return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=whole, **lengths)
 
-    given = " and ".join([*lengths, *(["is_causal"] if whole else [] if mask is None else ["a mask array"])])
-    return compiled(case, attend, (*tokens.plain(case.cache.codec), mask, lengths), f"{what} with {given}", plain=True)
+    names = " and ".join([*lengths, *(["is_causal"] if whole else [] if mask is None else ["a mask array"])])
+    return compiled(case, attend, (*tokens.plain(case.cache.codec), mask, lengths), f"{what} with {names}", plain=True)
 
 
 def flax_nnx(case: CacheCase, what: str) -> Ready:
@@ -52,10 +52,10 @@ def flax_nnx(case: CacheCase, what: str) -> Ready:
 
 
 def torch(case: CacheCase, what: str) -> Ready:
-    """The SDPA of torch over the slice of the arrays that is in use."""
+    """Torch's SDPA over the slice of the arrays that is in use."""
     tokens = case.tokens
     if len(set(zip(tokens.lengths, tokens.queries, strict=True))) > 1:
-        raise Refused(f"it takes rows of one length, but they have {min(tokens.lengths)} to {max(tokens.lengths)}")
+        raise Refused(f"rows of {min(tokens.lengths)} to {max(tokens.lengths)} tokens must have one length")
     if jax.default_backend() != "cpu":
         raise Refused("over a cache it is measured on a CPU only")
     module: Any = importlib.import_module("torch")
@@ -91,7 +91,9 @@ def sees_all(case: CacheCase) -> bool:
 
 
 def is_whole_prompt(case: CacheCase) -> bool:
-    """Whether each row's tokens are all queries, of more than one token, and causal: peers have a name for that."""
+    """Whether each row is a prompt of several tokens, all of them queries, with a plain causal mask, for which peers
+    have an option.
+    """
     tokens = case.tokens
     if tokens.lengths != tokens.queries or tokens.T == 1:
         return False
@@ -99,7 +101,7 @@ def is_whole_prompt(case: CacheCase) -> bool:
 
 
 def mask_array(case: CacheCase, columns: int) -> Array:
-    """What each query sees as an array, bool [B, H or 1, T, columns].
+    """Which keys each query sees, an array of bool [B, H or 1, T, columns].
 
     Raises:
         Refused: it needs more than the memory limit.
@@ -114,20 +116,20 @@ def mask_array(case: CacheCase, columns: int) -> Array:
 
 
 def compiled(case: CacheCase, function: Any, arguments: tuple[Any, ...], what: str, *, plain: bool = False) -> Ready:
-    """A JAX function of some arguments, which gives the output, as a program.
+    """A JAX function as a program.
 
     Args:
         case: the case.
-        function: gives the output [B, T, H, Dv], or [1, N, H, Dv] of packed rows.
-        arguments: its arguments.
-        what: what runs, human-readable.
-        plain: whether it reads plain arrays, [B, T] always; False for the cache.
+        function: returns the output [B, T, H, Dv], or [1, N, H, Dv] for packed rows.
+        arguments: the function's arguments.
+        what: what runs, for people to read.
+        plain: whether the function reads plain arrays, never packed; False if it reads the cache.
 
     Raises:
         attnops_testing.bench.case.Refused: it needs more than the memory limit.
     """
     start = time.perf_counter()
-    # All multiply float32 matrices in full float32, as attnops does by default.
+    # All contenders multiply float32 matrices in full float32, as attnops does by default.
     with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
         program = jax.jit(function).lower(*arguments).compile()
     seconds = time.perf_counter() - start

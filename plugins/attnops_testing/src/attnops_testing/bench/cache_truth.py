@@ -1,4 +1,4 @@
-"""The oracle's results of a call over a cache: attention over the tokens after their codec, in float64."""
+"""The oracle's results of a call over a cache: attention over the dequantised tokens, in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnops_testing.bench.case import Array
 from attnops_testing.bench.tokens import Tokens
 from attnops_testing.tolerance import OUTPUT_FACTOR, assert_close, tolerance
 
-# How many scores the oracle computes per case (but of at least FEWEST queries); and the most elements of its arrays.
+# The number of scores that the oracle computes per case, the least number of queries, and the most elements of arrays.
 _SCORES: Final = 1 << 20
 _FEWEST: Final = 2
 _ELEMENTS: Final = 1 << 26
@@ -27,7 +27,7 @@ class CacheTruth:
     Attributes:
         rows: the queries that are checked, (row, query): all if they are few, else the first, the last and some in
             between.
-        d_out: None, since calls over a cache have no gradient.
+        d_out: empty, since calls over a cache have no gradient.
     """
 
     def __init__(self, tokens: Tokens, codec: Quantized | None, seen: Callable[[int, Array], Array]) -> None:
@@ -44,7 +44,7 @@ class CacheTruth:
         """Compare a contender's output [B, T, H, Dv] with the oracle.
 
         Raises:
-            AssertionError: it is wrong; the message says where.
+            AssertionError: the output is wrong; the message says where.
         """
         out, (exact, allowed) = results["output"], self._expected
         shape = (self._tokens.batch, self._tokens.T, self._tokens.heads, self._tokens.value_head_dim)
@@ -66,8 +66,9 @@ class CacheTruth:
         key, value = (x[None, :length] for x in tokens.dequantised(self._codec, row))
         query, seen = tokens.inputs[0][row, queries][None], self._seen(row, queries)
         groups = tokens.heads // tokens.kv_heads
-        at_once = max(1, _ELEMENTS // (length * tokens.head_dim * groups))  # kv heads: the oracle repeats them
-        found: list[list[Array]] = [[], [], []]
+        # The number of kv heads at a time: the oracle repeats them for each query head.
+        at_once = max(1, _ELEMENTS // (length * tokens.head_dim * groups))
+        outputs: list[list[Array]] = [[], [], []]
         for first in range(0, tokens.kv_heads, at_once):
             kv = slice(first, first + at_once)
             h = slice(first * groups, (first + at_once) * groups)
@@ -76,7 +77,7 @@ class CacheTruth:
             exact, narrow = (
                 oracle.attention(*arrays, mask=mask, dtype=d) for d in (np.float64, jnp.dtype(tokens.dtype))
             )
-            for whole, part in zip(found, (exact.out, narrow.out, exact.out_magnitude), strict=True):
+            for whole, part in zip(outputs, (exact.out, narrow.out, exact.out_magnitude), strict=True):
                 whole.append(part[0])
-        exact_out, narrow_out, magnitude = (np.concatenate(x, axis=1) for x in found)
+        exact_out, narrow_out, magnitude = (np.concatenate(x, axis=1) for x in outputs)
         return [(exact_out, narrow_out, magnitude)]

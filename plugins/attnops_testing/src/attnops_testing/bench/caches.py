@@ -1,4 +1,4 @@
-"""CacheCase: a call over a cache to measure, with the cache."""
+"""`CacheCase`: a call over a cache that is measured, and the cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnops_testing.bench.machine import default_memory_limit
 from attnops_testing.bench.program import Contender, Ready
 from attnops_testing.bench.tokens import Tokens
 
-# Tokens are appended in chunks of so many.
+# The number of tokens that are appended at a time.
 _CHUNK: Final = 512
 
 
@@ -44,15 +44,15 @@ class CacheCase:
     memory_limit: int = dataclasses.field(default_factory=default_memory_limit)
 
     def __post_init__(self) -> None:
-        cache, own = self.cache, self.tokens
+        cache, tokens = self.cache, self.tokens
         for name in ("batch", "kv_heads", "head_dim", "value_head_dim"):
-            if (size := getattr(cache, name)) != getattr(own, name):
-                raise ValueError(f"the cache has {name}={size}, but the tokens have {getattr(own, name)}")
+            if (size := getattr(cache, name)) != getattr(tokens, name):
+                raise ValueError(f"the cache has {name}={size}, but the tokens have {getattr(tokens, name)}")
         if isinstance(cache, WindowCache):
-            if cache.max_append < own.T:
-                raise ValueError(f"queries={own.T}, but the cache holds the windows of {cache.max_append} at most")
-        elif max(own.lengths) > cache.length:
-            raise ValueError(f"used={max(own.lengths)} tokens do not fit in {cache.length} slots per row")
+            if cache.max_append < tokens.T:
+                raise ValueError(f"queries={tokens.T} must be at most the cache's max_append={cache.max_append}")
+        elif max(tokens.lengths) > cache.length:
+            raise ValueError(f"used={max(tokens.lengths)} tokens do not fit in {cache.length} slots per row")
         if self.mask is not None:
             self._bound(self.mask)
 
@@ -133,13 +133,13 @@ class CacheCase:
         queries = np.arange(count) if queries is None else queries
         k = np.arange(length)[None, None, None, :]
         q = (length - count + queries)[None, None, :, None]
-        found = np.ones((1, 1, len(queries), length), bool)
+        visible = np.ones((1, 1, len(queries), length), bool)
         if self.mask is not None:
             heads = np.arange(self.tokens.heads)[None, :, None, None]
-            found = found & np.asarray(self._bound(self.mask).allowed(np.full((1, 1, 1, 1), row), heads, q, k))
+            visible = visible & np.asarray(self._bound(self.mask).allowed(np.full((1, 1, 1, 1), row), heads, q, k))
         if isinstance(self.cache, WindowCache):
-            found = found & (k > q - self.cache.window)
-        return found[0]
+            visible = visible & (k > q - self.cache.window)
+        return visible[0]
 
     def _bound(self, mask: Mask) -> Mask:
         longest = max(self.tokens.lengths)
@@ -147,7 +147,7 @@ class CacheCase:
 
     @functools.cached_property
     def tokens_seen(self) -> int:
-        """How many tokens of all rows a query sees."""
+        """The number of tokens of all rows that some query sees."""
         return sum(int(self.seen(row).any((0, 1)).sum()) for row in range(self.tokens.batch))
 
     @property
@@ -167,7 +167,7 @@ class CacheCase:
             raise Refused(f"{what} needs {needed / 1e9:.1f} GB, more than the limit of {self.memory_limit / 1e9:.1f}")
 
     def to_json(self) -> dict[str, object]:
-        """What is measured, for a program to read."""
+        """The case's fields, for a program to read."""
         tokens, codec = self.tokens, self.cache.codec
         return {
             "cache": self.cache.storage,
@@ -217,12 +217,12 @@ def _empty(case: CacheCase) -> StoredCache:
     cache: StoredCache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     if cache.codec is not None and cache.codec.scales != "token_head":
         scale = tokens.scale(cache.codec)
-        given: dict[str, Any] = {
+        scales: dict[str, Any] = {
             name: jnp.full_like(x, scale)
             for name in ("key_scale", "value_scale")
             if (x := getattr(cache.store, name)) is not None
         }
-        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **given))
+        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **scales))
     if isinstance(cache, PagedCache):
         order = np.random.default_rng(tokens.seed + 1).permutation(cache.pages)
         return cache.with_table(order[: cache.table.size].reshape(cache.table.shape).astype(np.int32))

@@ -1,4 +1,4 @@
-"""Case: a call to measure, with its arrays."""
+"""`Case`: a call that is measured, with its arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
         kv_heads: K, a divisor of H; None for H.
         head_dim: D and Dv.
         dtype: the dtype of query, key and value: "float32", "bfloat16" or "float16".
-        mask: the mask; its JAX arrays are traced, its numpy arrays known when tracing. None for all.
+        mask: the mask; its JAX arrays are traced, its NumPy arrays known when tracing. None: queries see all keys.
         backward: whether the gradients of query, key and value are computed too.
         memory_limit: bytes that a contender may use; `Refused` is raised for one that needs more.
         seed: the seed of the inputs.
@@ -109,14 +109,14 @@ class Case:
         if self.mask is None:
             return np.ones((1, 1, 1, 1), bool)
         indices = (np.arange(self.batch), np.arange(self.heads), rows, np.arange(self.length))
-        shaped = (x.reshape([-1 if axis == own else 1 for axis in range(4)]) for own, x in enumerate(indices))
+        shaped = (x.reshape([-1 if axis == i else 1 for axis in range(4)]) for i, x in enumerate(indices))
         return np.asarray(self.mask.bind(*self.shape).allowed(*shaped))
 
     def dense(self, mask: Mask | None) -> jax.Array | None:
-        """A mask as a boolean array, 4-D, for contenders that accept no other; None for none.
+        """A mask as a boolean array that broadcasts to [B, H, T, S], for contenders that accept only arrays.
 
         Raises:
-            Refused: it needs more than the memory limit.
+            Refused: the array needs more than the memory limit.
         """
         if mask is None:
             return None
@@ -125,7 +125,7 @@ class Case:
         return mask.dense(*self.shape)
 
     def to_json(self) -> dict[str, object]:
-        """What is measured, for a program to read."""
+        """The case's fields, for a program to read."""
         shown = ("batch", "length", "heads", "head_dim", "dtype", "backward")
         mask = "" if self.mask is None else repr(self.mask)
         return {name: getattr(self, name) for name in shown} | {"kv_heads": self.K, "mask": mask}
@@ -144,5 +144,5 @@ def packed_documents(count: int, length: int, seed: int = 0) -> Segments:
     """
     if not 1 <= count <= length:
         raise ValueError(f"documents={count} must be at least 1 and at most length={length}")
-    cuts = np.sort(np.random.default_rng(seed).choice(np.arange(1, length), count - 1, replace=False))
-    return Segments(jnp.asarray(np.searchsorted(cuts, np.arange(length), side="right")[None], jnp.int32))
+    borders = np.sort(np.random.default_rng(seed).choice(np.arange(1, length), count - 1, replace=False))
+    return Segments(jnp.asarray(np.searchsorted(borders, np.arange(length), side="right")[None], jnp.int32))

@@ -29,8 +29,8 @@ def find(names: Sequence[str] | None = None) -> list[Contender]:
     """Contenders by name: operations, and peers.
 
     Args:
-        names: names of operations, canonical ones too, or of peers. None: every installed operation that computes
-            attention but `auto`, which would be one of the others again, and every peer that is installed.
+        names: names of operations, also ``distribution:operation``, or of peers. None: every installed operation that
+            computes attention, except `auto`, which picks one of the others, and every installed peer.
 
     Raises:
         ValueError: no operation or peer has the name.
@@ -43,16 +43,16 @@ def find(names: Sequence[str] | None = None) -> list[Contender]:
 
 
 def operation(name: str) -> Contender:
-    """An operation as a contender, which must run the platform's own forward.
+    """An operation as a contender, which must run its forward for the platform.
 
     Raises:
         UnknownOperationError: no operation has the name (a `ValueError`).
     """
-    with contextlib.suppress(PluginError):  # shown in its row
+    with contextlib.suppress(PluginError):  # the table's row shows it
         OperationRegistry.get(name)
 
     def prepare(case: Case | CacheCase) -> Ready:
-        # Without gradients, operations without a backward pass can run too. Over a cache, T determines it.
+        # In mode "prefill", operations without a backward pass can run too. Over a cache, T determines the mode.
         mode = None if isinstance(case, CacheCase) else "train" if case.backward else "prefill"
         metadata = OperationMetadata(mode=mode, on_unsupported="error")
         try:
@@ -95,4 +95,4 @@ def _is_attention(name: str) -> bool:
     try:
         return OperationRegistry.get(name).computes == ATTENTION
     except PluginError:
-        return True  # shown in its row
+        return True  # the table's row shows the error

@@ -19,7 +19,7 @@ _VERSIONS: Final = (
 )  # fmt: skip
 # The share of the memory that a contender may use; the system and the inputs need some too.
 _SHARE: Final = 0.5
-_GUESS: Final = 8 << 30
+_UNKNOWN: Final = 8 << 30
 
 
 def describe_machine() -> dict[str, object]:
@@ -54,11 +54,11 @@ def cores() -> int:
 
 
 def physical_memory() -> int:
-    """Bytes of the host's memory; a guess if the system does not tell."""
+    """Bytes of the host's memory; 8 GiB if the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):  # Windows
-        return _GUESS
+        return _UNKNOWN
 
 
 def default_memory_limit() -> int:

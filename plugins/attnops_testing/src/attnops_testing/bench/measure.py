@@ -1,4 +1,4 @@
-"""Measuring: everything is checked first, then timed in turns."""
+"""Measurements: all contenders are checked first, then timed in turns."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Measurement:
     """The result of one contender in one case.
 
     Attributes:
-        name: the contender's.
-        is_peer: whether it is another library's.
+        name: the contender's name.
+        is_peer: whether the contender is another library's.
         case: the case.
         status: "ok", "wrong" (by the oracle), "refused" (before it ran) or "failed" (with an error); only ok is timed.
         reason: why the status is not "ok".
@@ -73,8 +73,8 @@ class Measurement:
 
     def to_json(self) -> dict[str, object]:
         """Every field, for a program to read."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "case"}
-        return self.case.to_json() | own | {"best_seconds": self.best, "median_seconds": self.median}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "case"}
+        return self.case.to_json() | fields | {"best_seconds": self.best, "median_seconds": self.median}
 
 
 def measure(
@@ -88,20 +88,20 @@ def measure(
     """Prepare and check all, then time them in turns, so that a slow period of the machine affects all.
 
     Args:
-        entries: the contenders and their cases; those to be compared must be in one call.
-        rounds: timings of each.
-        most_seconds: an entry that has two timings, which together took longer than this, is not timed again.
-        shortest: the least seconds per timing. 0: a timing is one call, and the calls of the others before it have
+        entries: the contenders and their cases; entries that are to be compared must be in one call.
+        rounds: the number of timings of each entry.
+        most_seconds: an entry is not timed again after at least two timings that together lasted this long.
+        shortest: the least seconds per timing. 0: a timing is one call, and the calls of other entries before it have
             replaced the contents of the processor's caches.
         progress: called with the next step and the number of completed steps, of ``len(entries) * (rounds + 1)``.
     """
     truths = {id(case): case.truth if isinstance(case, CacheCase) else Truth(case) for case, _ in entries}
-    found, ready = [], []
+    measurements, ready = [], []
     for case, contender in entries:
         progress(f"{contender.name}: checking", 0)
         measurement = Measurement(contender.name, contender.is_peer, case)
         program = _prepare(measurement, contender, truths[id(case)])
-        found.append(measurement)
+        measurements.append(measurement)
         if program is not None:
             ready.append((measurement, program, _calls(program, shortest)))
         progress(f"{contender.name}: {measurement.status}", 1 if program else 1 + rounds)
@@ -113,7 +113,7 @@ def measure(
     )
     for i, seconds in times.items():
         ready[i][0].seconds = seconds
-    return found
+    return measurements
 
 
 def in_turns(
@@ -127,7 +127,7 @@ def in_turns(
 
     Args:
         sides: functions that give seconds.
-        rounds: timings of each.
+        rounds: the number of timings of each side.
         enough: whether a side with these seconds is not timed again.
         progress: called with a side and 0 before its turn, 1 after it.
     """
@@ -154,7 +154,7 @@ def _prepare(measurement: Measurement, contender: Contender, truth: Truth | Cach
     except Refused as error:
         measurement.status, measurement.reason = "refused", str(error)
         return None
-    except BaseException as error:  # whatever another library raises
+    except BaseException as error:  # another library may raise anything
         pass_interrupt(error)
         first_line = next(iter(str(error).splitlines()), "")
         measurement.status, measurement.reason = "failed", f"{type(error).__name__}: {first_line}"

@@ -1,4 +1,4 @@
-"""Peers: other libraries' attention. One adapter each, and one table of them."""
+"""Peers: other libraries' attention, an adapter for each, and their table."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from attnops_testing.bench.program import Contender, Ready, compile_jax, run_tor
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A peer.
+    """Another library's attention.
 
     Attributes:
-        name: as the command line and the table name it.
-        package: what pip installs and Python imports.
+        name: the name on the command line and in the table.
+        package: the package that pip installs and Python imports.
         adapt: makes the program for a case.
-        function: what is called, by its full name.
-        adapt_cache: makes the program for a call over a cache, with the name of what runs; None if the peer has none.
+        function: the full name of the function that is called.
+        adapt_cache: makes the program for a call over a cache, from the case and the function's name and version; None
+            if the peer is not measured over caches.
     """
 
     name: str
@@ -40,12 +41,12 @@ class Peer:
 
     @property
     def installed(self) -> bool:
-        """Whether the package is there; nothing is imported to know."""
+        """Whether the package is installed; it is not imported."""
         return importlib.util.find_spec(self.package) is not None
 
     @property
     def contender(self) -> Contender:
-        """The peer as a contender, refused where it is not installed."""
+        """The peer as a contender, which is refused if it is not installed."""
         return Contender(self.name, self._prepare, is_peer=True)
 
     def _prepare(self, case: Case | CacheCase) -> Ready:
@@ -69,13 +70,13 @@ def missing_peers() -> list[Peer]:
 
 @dataclasses.dataclass(frozen=True)
 class _Terms:
-    """A mask as a conjunction of the masks that peers can name.
+    """A mask as a conjunction of the masks for which peers have arguments.
 
     Attributes:
-        causal: no query sees a key after it. With T = S top-left and bottom-right alignment are one.
-        window: the number of keys before and after each query's position, not counting the key at it.
+        causal: no query sees a key after it. With T = S top-left and bottom-right alignment are the same.
+        window: the number of keys before and after each query's position, without the key at that position.
         segments: segment ids.
-        rest: the mask that peers have no name for, to be passed as an array.
+        rest: the mask for which peers have no argument, to be passed as an array.
     """
 
     causal: bool = False
@@ -85,7 +86,7 @@ class _Terms:
 
 
 def _terms(case: Case) -> _Terms:
-    found = _Terms()
+    terms = _Terms()
     parts = [] if case.mask is None else [case.mask]
     while parts:
         part = parts.pop()
@@ -95,15 +96,15 @@ def _terms(case: Case) -> _Terms:
             case Full():
                 pass
             case Causal(offset=None | 0):
-                found = dataclasses.replace(found, causal=True)
-            case SlidingWindow(int() | None, int() | None, offset=None | 0) if found.window is None:
+                terms = dataclasses.replace(terms, causal=True)
+            case SlidingWindow(int() | None, int() | None, offset=None | 0) if terms.window is None:
                 before, after = (case.length if side is None else side for side in (part.left, part.right))
-                found = dataclasses.replace(found, window=(before, after))
-            case Segments(kv_ids=None) if found.segments is None:
-                found = dataclasses.replace(found, segments=part)
+                terms = dataclasses.replace(terms, window=(before, after))
+            case Segments(kv_ids=None) if terms.segments is None:
+                terms = dataclasses.replace(terms, segments=part)
             case _:
-                found = dataclasses.replace(found, rest=part if found.rest is None else found.rest & part)
-    return found
+                terms = dataclasses.replace(terms, rest=part if terms.rest is None else terms.rest & part)
+    return terms
 
 
 def _all(*masks: Mask | None) -> Mask | None:
@@ -112,12 +113,12 @@ def _all(*masks: Mask | None) -> Mask | None:
 
 
 def _jax_nn(case: Case) -> Ready:
-    """`jax.nn.dot_product_attention`: causal and window by name, the rest as an array."""
+    """`jax.nn.dot_product_attention`: causal and window as arguments, the rest as an array."""
     return _like_jax_nn(case, jax.nn.dot_product_attention, PEERS["jax.nn"].describe())
 
 
 def _flax(case: Case) -> Ready:
-    """`flax.nnx.dot_product_attention`: causal by name, the rest as an array."""
+    """`flax.nnx.dot_product_attention`: causal as an argument, the rest as an array."""
     nnx: Any = importlib.import_module("flax.nnx")
     terms = _terms(case)
     window = None if terms.window is None else SlidingWindow(*terms.window)
@@ -148,7 +149,7 @@ def _like_jax_nn(case: Case, function: Callable[..., jax.Array], what: str) -> R
 
 
 def _ejkernel(case: Case) -> Ready:
-    """`ejkernel.modules.flash_attention`: causal, window and segments by name, or all as an array."""
+    """`ejkernel.modules.flash_attention`: causal, window and segments as arguments, or the whole mask as an array."""
     flash_attention = importlib.import_module("ejkernel.modules").flash_attention
     MaskInfo = importlib.import_module("ejkernel.types").MaskInfo
     terms = _terms(case)
@@ -156,7 +157,7 @@ def _ejkernel(case: Case) -> Ready:
     if terms.rest is not None:
         extra = case.dense(case.mask)
         assert extra is not None
-        extra = jnp.broadcast_to(extra, (case.batch, *extra.shape[1:]))  # it does not broadcast a batch of 1
+        extra = jnp.broadcast_to(extra, (case.batch, *extra.shape[1:]))  # ejkernel does not broadcast a batch of 1
         terms = _Terms()
     else:
         ids = None if terms.segments is None else terms.segments.bind(*case.shape).q_ids
@@ -174,9 +175,9 @@ def _ejkernel(case: Case) -> Ready:
 
 
 def _torch(case: Case) -> Ready:
-    """`torch.nn.functional.scaled_dot_product_attention`, eager: ``is_causal``, or all of the mask as an array.
+    """`torch.nn.functional.scaled_dot_product_attention`, eager: ``is_causal``, or the whole mask as an array.
 
-    On CUDA where both it and JAX find one.
+    It runs on CUDA if both torch and JAX find a GPU.
     """
     torch: Any = importlib.import_module("torch")
     device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"

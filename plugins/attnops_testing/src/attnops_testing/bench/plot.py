@@ -18,10 +18,10 @@ _MARKERS: Final = "osD^vPX*"
 
 
 def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
-    """Draw time and memory over length, a row of two panels a dtype; peers are dashed.
+    """Draw time and memory over length, two panels for each dtype; peers are dashed.
 
     Args:
-        measurements: those that were not timed are left out.
+        measurements: the measurements; those that were not timed are left out.
         path: the file; its suffix determines the format.
         title: the heading.
     """
@@ -34,19 +34,19 @@ def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
     grid = figure.subplots(len(dtypes), 2, squeeze=False)
     for dtype, (times, memory) in zip(dtypes, grid, strict=True):
         for index, name in enumerate(names):
-            own = sorted((m for m in timed if (m.name, m.case.dtype) == (name, dtype)), key=lambda m: m.case.length)
+            series = sorted((m for m in timed if (m.name, m.case.dtype) == (name, dtype)), key=lambda m: m.case.length)
             style: dict[str, Any] = {
                 "color": _COLOURS[index % len(_COLOURS)],
                 "marker": _MARKERS[index % len(_MARKERS)],
-                "linestyle": "--" if own and own[0].is_peer else "-",
+                "linestyle": "--" if series and series[0].is_peer else "-",
                 "label": name,
             }
-            times.plot([m.case.length for m in own], [(m.best or 0) * 1e3 for m in own], **style)
-            known = [m for m in own if m.temp_bytes]
+            times.plot([m.case.length for m in series], [(m.best or 0) * 1e3 for m in series], **style)
+            known = [m for m in series if m.temp_bytes]
             memory.plot([m.case.length for m in known], [(m.temp_bytes or 0) / 2**20 for m in known], **style)
         cached = any(isinstance(m.case, CacheCase) for m in timed)
         for axes, what, unit in ((times, "time of a call", "ms, best"), (memory, "temporary memory", "MiB")):
-            _dress(axes, [m.case.length for m in timed], f"{dtype}: {what}", unit)
+            _set_axes(axes, [m.case.length for m in timed], f"{dtype}: {what}", unit)
             axes.set_xlabel("S, slots per row" if cached else "T = S, tokens")
     handles, labels = grid[0][0].get_legend_handles_labels()
     if handles:
@@ -55,7 +55,7 @@ def plot(measurements: Sequence[Measurement], path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _dress(axes: Axes, lengths: Sequence[int], title: str, unit: str) -> None:
+def _set_axes(axes: Axes, lengths: Sequence[int], title: str, unit: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_xscale("log", base=2)

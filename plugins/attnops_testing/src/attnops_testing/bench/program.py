@@ -25,10 +25,10 @@ class Ready:
     """A program for one case.
 
     Attributes:
-        run: starts the call that is timed, and returns its results, possibly not yet computed.
+        run: starts the call that is timed, and returns its results, which may not be computed yet.
         wait: waits for the results of `run`.
-        results: the same program's results as numpy arrays, by name (see `RESULTS`), for a cotangent [B, T, H, D];
-            None for a program that computes no attention and is not checked.
+        results: a function from a cotangent [B, T, H, D] to the same program's results, numpy arrays by the names of
+            `RESULTS`; None for a program that computes no attention and is not checked.
         what: what runs, for people to read.
         temp_bytes: memory in addition to inputs and outputs, in bytes; None if unknown.
         compile_seconds: the time of tracing and compiling; None if nothing is compiled.
@@ -49,9 +49,9 @@ class Contender:
     """An operation, or another library's function, to be measured.
 
     Attributes:
-        name: in the table.
+        name: the name in the table.
         prepare: makes the program for a `Case` or `CacheCase`; raises `Refused` if it can't.
-        is_peer: whether it is another library's.
+        is_peer: whether it is another library's function.
     """
 
     name: str
@@ -67,7 +67,7 @@ def compile_jax(
     Args:
         case: the case.
         attend: ``attend(query, key, value, extra)`` gives the output [B, T, H, D].
-        extra: a pytree of its further arguments.
+        extra: a pytree of further arguments of ``attend``.
         what: what runs, for people to read.
 
     Raises:
@@ -87,7 +87,7 @@ def compile_jax(
     arguments = (*case.device_inputs, extra)
     cotangent = (jnp.asarray(case.d_out),) if case.backward else ()
     start = time.perf_counter()
-    # All multiply float32 matrices in full float32, as attnops does by default.
+    # All contenders multiply float32 matrices in full float32, as attnops does by default.
     with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
         compiled = jax.jit(function).lower(*arguments, *cotangent).compile()
     seconds = time.perf_counter() - start
@@ -111,7 +111,7 @@ def compile_jax(
 
 
 def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str) -> Ready:
-    """A torch function as a program, run eagerly. Its arrays have heads before length, the layout that torch prefers.
+    """A torch function as a program, run eagerly. Its tensors have heads before length, the layout that torch prefers.
 
     Args:
         case: the case.

@@ -1,4 +1,4 @@
-"""Tokens: random queries, and the tokens of each row that they attend to."""
+"""Random queries, and the tokens of each row that they attend to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from attnops_caches import Quantized
 
 Array = np.ndarray[Any, Any]
-# Scores of this standard deviation: a few tokens have most of the weight, so that the output depends on each of them.
+# The standard deviation of scores: a few tokens have most of the weight, so that the output depends on each of them.
 _SPREAD = 3.0
 
 
@@ -23,7 +23,7 @@ class Tokens:
 
     Attributes:
         lengths: tokens of each row.
-        queries: for each row, how many of its last tokens are queries.
+        queries: for each row, the number of its last tokens that are queries.
         slots: S of the arrays that peers attend to, at least the length of the longest row; None for that length.
         heads: H.
         kv_heads: K, a divisor of H.
@@ -100,25 +100,25 @@ class Tokens:
         return rng.standard_normal((self.batch, length, heads, self.head_dim), np.float32)
 
     def scale(self, codec: Quantized) -> float:
-        """A scale of all tokens for a codec that is given its scales: that of the largest number."""
+        """One scale for all tokens, by which a codec represents the largest number; for codecs with given scales."""
         _, key, value = self.inputs
         largest = max(float(np.abs(x).max()) for x in (key, value))
         return largest / (127.0 if codec.dtype == "int8" else float(jnp.finfo(codec.stored_dtype).max))
 
     def dequantised(self, codec: Quantized | None, row: int) -> tuple[Array, Array]:
-        """Key [S, K, D] and value [S, K, Dv] of one row as they are after a codec, float32; None for no codec."""
+        """Key [S, K, D] and value [S, K, Dv] of one row, quantised by the codec, if any, and dequantised; float32."""
         _, key, value = (x[row] for x in self.inputs)
         if codec is None:
             return key.astype(np.float32), value.astype(np.float32)
-        key = _through(codec, key, self)
-        return key, key[..., : self.latent] if self.latent is not None else _through(codec, value, self)
+        key = _round_trip(codec, key, self)
+        return key, key[..., : self.latent] if self.latent is not None else _round_trip(codec, value, self)
 
     @functools.cached_property
     def _plain(self) -> dict[Quantized | None, tuple[jax.Array, jax.Array, jax.Array]]:
         return {}
 
     def plain(self, codec: Quantized | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Query, key and value as arrays, which peers attend to; after a codec, rounded to the dtype."""
+        """The arrays query, key and value for peers; with a codec, dequantised and rounded to the dtype."""
         if codec in self._plain:
             return self._plain[codec]
         query, key, value = self.device_inputs
@@ -130,10 +130,10 @@ class Tokens:
 
 
 def ragged(batch: int, used: int, queries: int, seed: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lengths and queries of rows that differ: the first row has all, the others random numbers of them.
+    """Lengths and queries of rows that differ: the first row has ``used`` and ``queries``, the others random numbers.
 
     Raises:
-        ValueError: there is one row only.
+        ValueError: there is only one row.
     """
     if batch < 2:
         raise ValueError(f"batch={batch} must be at least 2: one row has one length")
@@ -143,7 +143,7 @@ def ragged(batch: int, used: int, queries: int, seed: int = 0) -> tuple[tuple[in
     return tuple(lengths), tuple(counts)
 
 
-def _through(codec: Quantized, x: Array, tokens: Tokens) -> Array:
+def _round_trip(codec: Quantized, x: Array, tokens: Tokens) -> Array:
     """[S, K, d] encoded and decoded."""
     scale = None
     if codec.scales != "token_head":

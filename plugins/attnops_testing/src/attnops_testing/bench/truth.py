@@ -12,7 +12,7 @@ from attnops_testing import oracle
 from attnops_testing.bench.case import Array, Case
 from attnops_testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
 
-# How many scores the oracle computes per case, but of at least FEWEST_ROWS queries.
+# The number of scores that the oracle computes per case, and the least number of queries.
 _SCORES: Final = 1 << 21
 _FEWEST_ROWS: Final = 4
 
@@ -22,7 +22,7 @@ class Truth:
 
     The oracle is too slow for a long case as a whole, but not for some of its queries, since each query's output is
     independent of the others. With a cotangent that is 0 at all other queries the gradients, those of key and value
-    included, depend on these queries alone, and the timed program can compute them unchanged.
+    included, depend only on these queries, and the timed program can compute them unchanged.
 
     Attributes:
         rows: the queries that are checked: all if they are few, else the first, the last and some in between.
@@ -51,7 +51,7 @@ class Truth:
             results: "output", and with a backward pass "gradient of query", "… key" and "… value".
 
         Raises:
-            AssertionError: one is wrong; the message says where.
+            AssertionError: a result is wrong; the message says where.
         """
         assert set(results) == set(self._expected), f"gave {sorted(results)}, but must give {sorted(self._expected)}"
         for name, actual in results.items():
@@ -70,11 +70,12 @@ class Truth:
         inputs = query[:, self.rows], key, value
         options: dict[str, Any] = {"mask": self.case.rows_seen(self.rows)}
         exact, narrow = (oracle.attention(*inputs, dtype=d, **options) for d in (np.float64, dtype))
-        found = {"output": (exact.out, tolerance(exact.out, narrow.out, exact.out_magnitude, dtype, OUTPUT_FACTOR))}
+        allowed = tolerance(exact.out, narrow.out, exact.out_magnitude, dtype, OUTPUT_FACTOR)
+        expected = {"output": (exact.out, allowed)}
         if self.case.backward:
             options["d_out"] = self.case.d_out[:, self.rows]
-            right, rough = (oracle.attention_gradients(*inputs, dtype=d, **options) for d in (np.float64, dtype))
-            for name, gradient in right.values.items():
-                allowed = tolerance(gradient, rough.values[name], right.magnitudes[name], dtype, GRADIENT_FACTOR)
-                found[f"gradient of {name}"] = gradient, allowed
-        return found
+            wide, rough = (oracle.attention_gradients(*inputs, dtype=d, **options) for d in (np.float64, dtype))
+            for name, gradient in wide.values.items():
+                allowed = tolerance(gradient, rough.values[name], wide.magnitudes[name], dtype, GRADIENT_FACTOR)
+                expected[f"gradient of {name}"] = gradient, allowed
+        return expected

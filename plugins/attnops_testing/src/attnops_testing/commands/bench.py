@@ -44,8 +44,7 @@ from attnops_testing.commands.bench_caches import (
 from attnops_testing.commands.bench_tables import print_measurements
 
 
-# A parameter for each option of the command line, which typer reads from the signature: most of its lines are
-# their help.
+# A parameter for each option of the command line, which typer reads from the signature.
 def command(
     operations: Annotated[
         list[str] | None,
@@ -67,7 +66,7 @@ def command(
     mask: Annotated[str, typer.Option(help='An expression of attnops.masks; "Full()" for none.')] = "Causal()",
     documents: Annotated[
         int | None,
-        typer.Option(help="Pack this many documents of random lengths, by segments known at run time only.", min=1),
+        typer.Option(help="Pack this many documents of random lengths; segments are known only at run time.", min=1),
     ] = None,
     backward: Annotated[
         bool, typer.Option("--backward/--forward", help="Time forward and backward together, or forward only.")
@@ -85,33 +84,33 @@ def command(
     ] = None,
     ragged: Annotated[bool, typer.Option("--ragged", help="Rows differ in tokens and queries.")] = False,
     packed: Annotated[bool, typer.Option("--packed", help="The queries of all rows are packed.")] = False,
-    repeats: Annotated[int, typer.Option(help="Rounds, in each of which everyone is timed once.", min=1)] = 5,
-    most_seconds: Annotated[float, typer.Option(help="Stop timing one at a length after so long.", min=0)] = 5.0,
+    repeats: Annotated[int, typer.Option(help="Rounds; each round times every contender once.", min=1)] = 5,
+    most_seconds: Annotated[float, typer.Option(help="Seconds for each contender at each length.", min=0)] = 5.0,
     memory_limit: Annotated[
-        float | None, typer.Option(help="GB that one may use.", show_default="half the device's")
+        float | None, typer.Option(help="GB that a contender may use.", show_default="half the device's")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write every figure to this file; - prints it.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time and memory over length: .png, .svg or .pdf.")] = None,
 ) -> None:
-    """Time operations and other libraries' attention side by side. Each is held against the float64 oracle first,
-    output and gradients, and what is wrong is not timed.
+    """Time operations and other libraries' attention side by side. Their outputs and gradients are first compared with
+    the float64 oracle; what is wrong is not timed.
 
-    With --cache, attention over a cache, as bytes a second of the tokens that are seen and as a share of the speed at
-    which the same run reads as many bytes once. Peers attend to plain arrays of the same tokens.
+    With --cache, time attention over a cache: in bytes per second of the tokens that are seen, and as a share of the
+    speed at which the same run reads as many bytes once. Peers attend to plain arrays of the same tokens.
 
-    Exits with 1 if one is wrong or failed, with 2 if there is no such call or operation.
+    Exits with 1 if one is wrong or failed, with 2 if the call is invalid or the operation is unknown.
     """
     if plot is not None:
         needs_matplotlib("the plot")
     find_devices()
     try:
         limit = default_memory_limit() if memory_limit is None else _bytes(memory_limit)
-        over = CacheOptions(
+        cache_options = CacheOptions(
             storage=cache, page_size=page_size, codec=codec, scales=scales, latent=latent, queries=queries, used=used,
             ragged=ragged, packed=packed,
         )  # fmt: skip
-        over.check(backward=backward, documents=documents)
-        make: Any = functools.partial(Case, backward=backward) if cache is None else over.case
+        cache_options.check(backward=backward, documents=documents)
+        make: Any = functools.partial(Case, backward=backward) if cache is None else cache_options.case
         cases = [
             make(
                 length=length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=name,
@@ -120,11 +119,11 @@ def command(
             for name in _names("dtype", dtype)
             for length in _lengths(lengths)
         ]  # fmt: skip
-        contenders = over.contenders(find(operations or None))
+        contenders = cache_options.contenders(find(operations or None))
     except (ValueError, UnknownOperationError) as error:
         fail(error, 2)
     machine = describe_machine()
-    # Whatever is amiss with an operation is in its row.
+    # An operation's row shows what is wrong with it.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)
         measurements = list(_measure_all(cases, contenders, repeats, most_seconds))
@@ -132,7 +131,7 @@ def command(
     if json is None or str(json) != "-":
         (print_measurements if cache is None else print_cache_measurements)(measurements, title)
         if operations is None and (missing := [peer.package for peer in missing_peers()]):
-            print_text(f"\nNot installed, so not here: {', '.join(missing)}")
+            print_text(f"\nNot installed, and left out: {', '.join(missing)}")
     written = json_module.dumps({"machine": machine, "measurements": [m.to_json() for m in measurements]}, indent=2)
     if json is not None and str(json) == "-":
         typer.echo(written)
@@ -143,7 +142,7 @@ def command(
             from attnops_testing.bench.plot import plot as draw
 
             draw(measurements, plot, title)
-    except (OSError, ValueError) as error:  # matplotlib's word for an unknown suffix is ValueError
+    except (OSError, ValueError) as error:  # matplotlib raises ValueError for an unknown suffix
         fail(error, 2)
     raise typer.Exit(int(any(m.status in ("wrong", "failed") for m in measurements)))
 
@@ -160,8 +159,8 @@ def _measure_all(
                 progress.update(task, advance=steps, description=f"{case.label} {what}")
 
             entries = [(case, contender) for contender in contenders]
-            # Over a cache one call is a timing: the others' calls, as other layers of a model, replace what the
-            # processor's caches held.
+            # Over a cache each timing is one call: the calls of other contenders in between replace the contents of the
+            # processor's caches, as other layers of a model do.
             shortest = {"shortest": 0.0} if isinstance(case, CacheCase) else {}
             yield from measure(entries, rounds=repeats, most_seconds=most_seconds, progress=step, **shortest)
 
@@ -183,7 +182,7 @@ def _bytes(gigabytes: float) -> int:
 def _names(option: str, text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise ValueError(f"{option}={text!r} names none; separate several by commas")
+        raise ValueError(f"{option}={text!r} is empty; separate several by commas")
     return names
 
 

@@ -18,17 +18,17 @@ from attnops_cli.output import print_text, printer
 from attnops_testing.bench import CacheCase, Contender, Measurement, Tokens, ragged, reading
 from attnops_testing.commands.bench_tables import milliseconds, print_reasons, status_text
 
-# Options of the commands that take a cache.
+# Options that describe a cache.
 Storage = Annotated[
     str | None,
-    typer.Option(help="DenseCache, WindowCache or PagedCache, of S slots per row, where keys and values are."),
+    typer.Option(help="The cache of keys and values, S slots per row: DenseCache, WindowCache or PagedCache."),
 ]
 PageSize = Annotated[int | None, typer.Option(help="Slots per page.", show_default="16", min=1)]
 Codec = Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")]
 Scales = Annotated[
     str | None, typer.Option(help="Scales of the codec: tensor, head or token_head.", show_default="token_head")
 ]
-Latent = Annotated[int | None, typer.Option(help="The value is so many features of the key (MLA).", min=1)]
+Latent = Annotated[int | None, typer.Option(help="The number of the key's features that are the value (MLA).", min=1)]
 
 
 def check_without_cache(options: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ def check_without_cache(options: dict[str, Any]) -> None:
     """
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
     if given:
-        raise ValueError(f"{', '.join(given)} is given, but no cache; give --cache PagedCache, for example")
+        raise ValueError(f"{', '.join(given)} needs a cache; add --cache PagedCache, for example")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,10 @@ class CacheOptions:
 
     Attributes:
         storage: the class of the cache; None for calls on arrays.
-        page_size, codec, scales, latent: slots per page; the codec's dtype, such as "int8"; what shares a scale;
-            features of the key that are the value. None for the default of each.
+        page_size: slots per page; None for the default.
+        codec: the codec's dtype, such as "int8"; None for no codec.
+        scales: "tensor", "head" or "token_head": the numbers that share a scale; None for the default.
+        latent: the number of the key's features that are the value; None for separate values.
         queries: T; None for 1.
         used: tokens per row, its queries included; None for S.
         ragged: whether rows differ in tokens and queries.
@@ -67,14 +69,14 @@ class CacheOptions:
     packed: bool
 
     def check(self, *, backward: bool, documents: int | None) -> None:
-        """Refuse options that do not go together.
+        """Refuse options that exclude each other.
 
         Raises:
             ValueError: the message names the options.
         """
         if self.storage is None:
-            own = dataclasses.asdict(self)
-            check_without_cache({name: value for name, value in own.items() if name != "storage"})
+            options = dataclasses.asdict(self)
+            check_without_cache({name: value for name, value in options.items() if name != "storage"})
         elif backward:
             raise ValueError("--backward is given, but attention over a cache has no gradient; leave it out")
         elif documents is not None:
@@ -116,19 +118,19 @@ class CacheOptions:
         cache = jax.eval_shape(make)
         return CacheCase(tokens=tokens, cache=cache, mask=mask, packed=self.packed, memory_limit=memory_limit)
 
-    def contenders(self, found: list[Contender]) -> list[Contender]:
-        """The contenders, and those that only read the bytes of the tokens; separately for peers' arrays if their bytes
-        differ.
+    def contenders(self, compared: list[Contender]) -> list[Contender]:
+        """The compared contenders; over a cache also one that only reads the bytes of the tokens, and another one for
+        peers' arrays if these have another number of bytes.
         """
         if self.storage is None:
-            return found
+            return compared
         differ = self.codec is not None or self.latent is not None
-        plain = [reading(plain=True)] if differ and any(c.is_peer for c in found) else []
-        return [*found, reading(), *plain]
+        plain = [reading(plain=True)] if differ and any(c.is_peer for c in compared) else []
+        return [*compared, reading(), *plain]
 
 
 def describe_cache_case(case: CacheCase, mask: str) -> str:
-    """The title of a table: everything but S and the dtype."""
+    """The title of a table: everything except S and the dtype, which have columns."""
     tokens, cache = case.tokens, case.cache
     parts = [
         f"B{tokens.batch} H{tokens.heads} K{tokens.kv_heads} D{tokens.head_dim}",
@@ -181,7 +183,7 @@ def print_cache_measurements(measurements: Sequence[Measurement], title: str) ->
 
 
 def share_of_read(m: Measurement, measurements: Sequence[Measurement]) -> float | None:
-    """The bandwidth as a share of that of reading as many bytes once, in the same case."""
+    """The bandwidth divided by that of one read of as many bytes, in the same case."""
     reads = [x for x in measurements if x.case is m.case and x.name.startswith("one read") and x.bandwidth]
     same = next((x for x in reads if x.bytes_seen == m.bytes_seen), None)
     if m.bandwidth is None or same is None or same.bandwidth is None:
@@ -190,12 +192,12 @@ def share_of_read(m: Measurement, measurements: Sequence[Measurement]) -> float 
 
 
 def _checked(measurements: Sequence[Measurement]) -> str:
-    found: dict[Any, tuple[int, int]] = {}
+    checked: dict[Any, tuple[int, int]] = {}
     for m in measurements:
         assert isinstance(m.case, CacheCase)
         if m.checked_rows:
-            found[m.case.label] = m.checked_rows, sum(m.case.tokens.queries)
-    some = [f"{rows} of {every}" for rows, every in found.values() if rows < every]
+            checked[m.case.label] = m.checked_rows, sum(m.case.tokens.queries)
+    some = [f"{rows} of {every}" for rows, every in checked.values() if rows < every]
     return f"{', '.join(some)} queries" if some else "all queries"
 
 

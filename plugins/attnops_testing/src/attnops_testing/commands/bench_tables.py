@@ -56,7 +56,7 @@ def print_reasons(measurements: Sequence[Measurement]) -> None:
 
 
 def _print_checked(measurements: Sequence[Measurement]) -> None:
-    """Print how much was checked."""
+    """Print which queries were compared with the oracle."""
     checked = {m.case.length: m.checked_rows for m in measurements if m.checked_rows}
     some = [f"{rows} of {length}" for length, rows in checked.items() if rows < length]
     queries = "all queries" if not some else f"{', '.join(some)} queries of each head"
@@ -65,10 +65,10 @@ def _print_checked(measurements: Sequence[Measurement]) -> None:
 
 
 def status_text(m: Measurement) -> Text:
-    """The status, empty for ok."""
+    """The status in its colour; empty for "ok"."""
     return Text("" if m.status == "ok" else m.status, style=_STYLES.get(m.status, ""))
 
 
 def milliseconds(seconds: float | None) -> str:
-    """A time for people; empty for none."""
+    """A time for people to read; empty for None."""
     return "" if seconds is None else f"{seconds * 1e3:,.{3 if seconds < 1e-2 else 1}f} ms"

@@ -28,15 +28,16 @@ from attnops_testing.suite import SUITE, behaviours_by_name, make_cpu_devices, r
 
 Check = tuple[str, Callable[[], list[Outcome]]]
 
-# A warning is printed where fewer of the features are served: what is refused is not checked.
+# A warning is printed if a smaller share of the features is served: refused features are not checked.
 COVERAGE: Final = 1 / 4
 
-# So many failures are explained: others often have the same cause.
+# The most failures that are explained: further ones often have the same cause.
 EXPLAINED: Final = 3
 
-_OF_CACHES: Final = CACHE_FEATURES.keys() - FEATURES.keys()
+_CACHE_ONLY: Final = CACHE_FEATURES.keys() - FEATURES.keys()
 
-# The parts of the suite, by section: of several features in a problem, and, with --all, of each alone and in long ones.
+# The parts of the suite by section. By default a problem has several features; --all checks each alone, also in long
+# problems.
 _QUICK: Final = {"features": ("each_feature",), "behaviours": ("behaviour", "memory_growth"), "caches": ("caches",)}
 _ALL: Final = _QUICK | {"features": ("feature",), "long": ("long",)}
 _PAIRS: Final = {"none": (), "sample": ("sampled_pair",), "all": ("all_pairs",)}
@@ -63,7 +64,7 @@ def command(
     refuses: Annotated[
         list[str] | None,
         typer.Option(
-            help="Is refused by intent, as in `refuses` of OperationConformance; may be repeated.", metavar="NAME"
+            help="Must be refused, as names in `refuses` of OperationConformance; may be repeated.", metavar="NAME"
         ),
     ] = None,
     dtype: Annotated[
@@ -71,7 +72,7 @@ def command(
     ] = None,
     pairs: Annotated[
         Literal["none", "sample", "all"] | None,
-        typer.Option(help="Features combined: a sample has each of them.", show_default="sample with --all, else none"),
+        typer.Option(help="Pairs of features; a sample has each feature.", show_default="sample with --all, else none"),
     ] = None,
     mode: Annotated[
         str, typer.Option(help="train, prefill, decode or insert; gradients are checked in train.")
@@ -81,21 +82,20 @@ def command(
         float | None, typer.Option(help="Seconds a check may take.", show_default="100, interpreted 300", min=1)
     ] = None,
     shrink: Annotated[
-        float, typer.Option(help="Seconds in which smaller problems are tried where a feature is wrong.", min=0)
+        float, typer.Option(help="Seconds to search for smaller problems in which a feature is wrong.", min=0)
     ] = 30,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print the whole traceback of what was raised.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print complete tracebacks.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every check.")] = False,
 ) -> None:
     """Run the conformance suite: each feature of the contract is right, refused with a reason, or wrong.
 
-    What is wrong is explained: by which features, in the smallest problem that still fails, with both values.
+    Failures are explained: which features cause them, and both values, in the smallest problem that still fails.
 
-    Values and gradients are compared with a float64 oracle, in problems that the kernel serves. What it checks by
-    default is what pytest runs of the class OperationConformance: several features in a problem. Ctrl-C ends it with a
-    summary.
+    Values and gradients are compared with a float64 oracle, in problems that the kernel serves. By default it checks
+    what pytest runs of the class OperationConformance: several features per problem. Ctrl-C ends it with a summary.
 
-    Exits with 1 if anything is wrong, with 2 if there is no such operation or platform, or only the core's native
-    forward where a kernel was asked for, with 130 if it was stopped.
+    Exits with 1 if anything is wrong, with 2 if there is no such operation or platform, or if only the core's native
+    forward would be checked instead of a kernel, with 130 if it was stopped.
     """
     make_cpu_devices()
     find_devices()
@@ -118,24 +118,24 @@ def command(
     if not json:
         print_text(heading)
     limit = default_limit(interpret) if limit is None else limit
-    end = functools.partial(limited, report=report.ended)
+    within = functools.partial(limited, report=report.ended)
     try:
         for section, checks in sections.items():
             by_row = section == "features" and feature is None
             report.section(section, list(FEATURES) if by_row else [name for name, _ in checks])
             for name, check in checks:
-                with end(name, limit), contextlib.redirect_stdout(sys.stderr):
+                with within(name, limit), contextlib.redirect_stdout(sys.stderr):
                     outcomes = check()
                 report.add(outcomes)
             report.close()
-        with end("the search for smaller problems", shrink + limit):
+        with within("the search for smaller problems", shrink + limit):
             report.explained = _explained(
-                subject if every or feature else subject.small(4), subject, report.found, shrink
+                subject if every or feature else subject.small(4), subject, report.outcomes, shrink
             )
     except KeyboardInterrupt:
         report.stopped = True
     report.finish()
-    if feature is None and (warning := _low_coverage(report.found["features"])) and not report.stopped:
+    if feature is None and (warning := _low_coverage(report.outcomes["features"])) and not report.stopped:
         print(f"attnops: {warning}", file=sys.stderr)
     raise typer.Exit(130 if report.stopped else int(report.counts[Status.WRONG] > 0))
 
@@ -144,21 +144,21 @@ def _require_platform(subject: Subject) -> None:
     """Make sure that the kernel can run here.
 
     Raises:
-        NothingToCheckError: it is another platform's, and is not interpreted.
+        NothingToCheckError: JAX has no device of the kernel's platform, and the kernel is not interpreted.
     """
     here = {platform_of(device) for device in jax.local_devices()}
-    if not subject.interpret and subject.at not in here and subject.forward != "native":
+    if not subject.interpret and subject.checked_platform not in here and subject.forward != "native":
         hint = "add --interpret, which runs the kernel in its interpreter"
         raise NothingToCheckError(
-            f"{subject.name} is for {subject.at}, but JAX has only {', '.join(sorted(here))} here: "
-            f"{'set JAX_PLATFORMS=cpu' if subject.at == 'cpu' else hint}"
+            f"{subject.name} is for {subject.checked_platform}, but JAX has only {', '.join(sorted(here))} here: "
+            f"{'set JAX_PLATFORMS=cpu' if subject.checked_platform == 'cpu' else hint}"
         )
 
 
 def _heading(subject: Subject) -> str:
-    """What is checked, and on which problems."""
+    """The forward that is checked, and the sizes of the problems."""
     forward, where = subject.place
-    text = f"{subject.name}: {forward} on {subject.at}"
+    text = f"{subject.name}: {forward} on {subject.checked_platform}"
     if subject.base.interpret:
         text += ", interpreted"
     fit, long = subject.fit, subject.long.fit
@@ -183,9 +183,10 @@ def _sections(subject: Subject, every: bool, pairs: str, refuses: Sequence[str])
 
 
 def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> dict[str, list[Check]]:
-    """The cases of ``--feature``: features, single or joined, in long problems where these are checked; behaviours.
+    """The cases of ``--feature``, by section: features, single or joined, also in long problems if there are such, and
+    behaviours.
 
-    Features of which one is of caches only, such as ``"paged + Causal"``, are those of a call over a cache.
+    If one of joined features exists only for caches, as in ``"paged + Causal"``, all are features of a call over one.
 
     Raises:
         ValueError: one is unknown, or two exclude each other.
@@ -195,16 +196,16 @@ def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> di
     require_known("feature", names)
     chosen = [behaviours[row[0]] for row in rows if row[0] in behaviours]
     rows = [row for row in rows if row[0] not in behaviours]
-    of_caches = [row for row in rows if set(row) <= set(CACHE_FEATURES) and set(row) & _OF_CACHES]
-    rows = [row for row in rows if row not in of_caches]
-    for row in of_caches:
+    cache_rows = [row for row in rows if set(row) <= set(CACHE_FEATURES) and set(row) & _CACHE_ONLY]
+    rows = [row for row in rows if row not in cache_rows]
+    for row in cache_rows:
         combine_cache(row)
     for row in rows:
         combine(row)
     long = [row for row in LONG if any(set(row) == set(named) for named in rows)]
     cases: dict[str, list[tuple[str, Any]]] = {
         "features": [("feature", row) for row in rows], "long": [("long", row) for row in long],
-        "behaviours": chosen, "caches": [("caches", row) for row in of_caches],
+        "behaviours": chosen, "caches": [("caches", row) for row in cache_rows],
     }  # fmt: skip
     return {
         section: [
@@ -215,41 +216,45 @@ def _named(subject: Subject, names: Sequence[str], refuses: Sequence[str]) -> di
     }
 
 
-def _described(subject: Subject, found: dict[str, list[Outcome]]) -> dict[str, Any]:
+def _described(subject: Subject, outcomes_by_section: dict[str, list[Outcome]]) -> dict[str, Any]:
     forward, where = subject.place
     return {
         "operation": subject.name,
-        "platform": subject.at,
+        "platform": subject.checked_platform,
         "forward": subject.forward,
         "function": forward,
         "file": where,
         "problem": dataclasses.asdict(subject.fit),
-    } | {section: [dataclasses.asdict(x) for x in outcomes] for section, outcomes in found.items()}
+    } | {section: [dataclasses.asdict(x) for x in outcomes] for section, outcomes in outcomes_by_section.items()}
 
 
-def _explained(single: Subject, subject: Subject, found: dict[str, list[Outcome]], seconds: float) -> list[Explained]:
-    """The first features that are wrong, and pairs of features that are right by themselves, in smaller problems."""
+def _explained(
+    single: Subject, subject: Subject, outcomes_by_section: dict[str, list[Outcome]], seconds: float
+) -> list[Explained]:
+    """Explanations, in smaller problems, of the first wrong features, and of wrong pairs of features that are right
+    alone.
+    """
     wrong: dict[str, tuple[Subject, Outcome]] = {}
-    for section, at in (("features", single), ("long", subject.long), ("pairs", subject)):
-        for outcome in found.get(section, ()):
+    for section, checked in (("features", single), ("long", subject.long), ("pairs", subject)):
+        for outcome in outcomes_by_section.get(section, ()):
             if outcome.status is Status.WRONG and not wrong.keys() & {outcome.name, *outcome.name.split(" + ")}:
-                wrong[outcome.name] = at, outcome
+                wrong[outcome.name] = checked, outcome
     chosen = list(wrong.values())[:EXPLAINED] if seconds else []
     end = time.monotonic() + seconds
     explained = []
-    for n, (at, outcome) in enumerate(chosen):
+    for n, (checked, outcome) in enumerate(chosen):
         share = max(0.0, end - time.monotonic()) / (len(chosen) - n)
         with contextlib.redirect_stdout(sys.stderr):
-            explained.append(explain(at, outcome, outcome.name.split(" + "), share))
+            explained.append(explain(checked, outcome, outcome.name.split(" + "), share))
     return [x for x in explained if x is not None]
 
 
 def _low_coverage(features: list[Outcome]) -> str:
-    """What to say where little was served; empty where enough was."""
+    """A warning if few features were served; else empty."""
     served = sum(outcome.status is not Status.REFUSED for outcome in features)
     if served >= COVERAGE * len(features):
         return ""
     return (
-        f"only {served} of {len(features)} features are served; whatever else a call asks for runs forward_native, "
-        f"or raises, which this check does not cover"
+        f"only {served} of {len(features)} features are served; calls with the others run forward_native, or raise, "
+        f"which this check does not cover"
     )

@@ -1,4 +1,4 @@
-"""What `attnops check` prints: a row for each outcome as it comes, and a summary."""
+"""What `attnops check` prints: a row for each outcome as soon as it is known, and a summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnops_testing.runner import Outcome, Status
 
 _COLUMNS: Final = {"features": "feature", "long": "in long problems", "behaviours": "behaviour",
                    "caches": "calls over a cache", "pairs": "pair"}  # fmt: skip
-# Without --verbose, how many of a traceback's last frames are shown; frames of these libraries are left out.
+# Without --verbose, the number of a traceback's last frames that are shown; frames of these libraries are left out.
 _FRAMES: Final = 2
 _LIBRARIES: Final = re.compile(r'File ".*[/\\](jax|jaxlib|numpy|contextlib\.py)[/\\"]')
 
@@ -27,11 +27,11 @@ class CheckReport:
 
     Args:
         described: a function from the outcomes to the JSON's fields about the operation; None to print for people.
-        verbose: whether whole tracebacks are printed.
+        verbose: whether complete tracebacks are printed.
     """
 
     def __init__(self, described: Callable[[dict[str, list[Outcome]]], dict[str, Any]] | None, verbose: bool) -> None:
-        self.found: dict[str, list[Outcome]] = {"features": []}
+        self.outcomes: dict[str, list[Outcome]] = {"features": []}
         self.explained: list[Explained] = []
         self.stopped = False
         self._described, self._verbose, self._stdout = described, verbose, sys.stdout
@@ -40,11 +40,11 @@ class CheckReport:
     @property
     def counts(self) -> Counter[Status]:
         """The number of outcomes by status."""
-        return Counter(outcome.status for outcomes in self.found.values() for outcome in outcomes)
+        return Counter(outcome.status for outcomes in self.outcomes.values() for outcome in outcomes)
 
     def section(self, section: str, names: Sequence[str]) -> None:
         """Begin a section, whose outcomes have these names."""
-        self._section, self.found[section] = section, []
+        self._section, self.outcomes[section] = section, []
         if self._described is None and names:
             column = _COLUMNS[section]
             self._widths = max(map(len, (column, *names))), len(Status.REFUSED)
@@ -53,11 +53,11 @@ class CheckReport:
             self._stdout.flush()
 
     def add(self, outcomes: Sequence[Outcome]) -> None:
-        """Print outcomes, and keep them. `close` prints refusals and right pairs."""
-        known = {x.name for x in self.found[self._section]}
-        if self._section == "pairs":  # of which one may be in several rows
+        """Keep outcomes, and print all but refusals and right pairs, which `close` prints or counts."""
+        known = {x.name for x in self.outcomes[self._section]}
+        if self._section == "pairs":  # a pair may be in several rows
             outcomes = [x for x in outcomes if x.name not in known or x.status is Status.WRONG]
-        self.found[self._section] += outcomes
+        self.outcomes[self._section] += outcomes
         silent = {Status.REFUSED} | ({Status.RIGHT} if self._section == "pairs" else set())
         for outcome in outcomes:
             if self._described is None and outcome.status not in silent:
@@ -72,7 +72,7 @@ class CheckReport:
         if self._described is not None:
             return
         by_rule: dict[str, list[Outcome]] = {}
-        for outcome in self.found[self._section]:
+        for outcome in self.outcomes[self._section]:
             if outcome.status is Status.REFUSED:
                 by_rule.setdefault(outcome.rules, []).append(outcome)
         for rule, outcomes in by_rule.items():
@@ -80,23 +80,25 @@ class CheckReport:
             print_table(
                 (), [("; ".join(dict.fromkeys(x.name for x in outcomes)), str(Status.REFUSED), reason)], self._widths
             )
-        if self.found.get("pairs"):
-            print_text(_counted(Counter(outcome.status for outcome in self.found["pairs"])))
+        if self.outcomes.get("pairs"):
+            print_text(_counted(Counter(outcome.status for outcome in self.outcomes["pairs"])))
         self._stdout.flush()
 
     def ended(self, outcome: Outcome) -> None:
-        """Print the outcomes so far, if a check did not end in time; the process ends afterwards."""
+        """Print this outcome and the summary: a check did not end in time, so that the process is stopped."""
         with contextlib.redirect_stdout(self._stdout):
             self._verbose = True
             self.add([outcome])
             self.finish()
 
     def finish(self) -> None:
-        """Print what was found: explanations, counts, and what is wrong."""
+        """Print the summary: explanations, counts, and the names of what is wrong."""
         if self._described is not None:
             stopped = {"stopped": True} if self.stopped else {}
             print_json(
-                self._described(self.found) | {"explained": [dataclasses.asdict(x) for x in self.explained]} | stopped
+                self._described(self.outcomes)
+                | {"explained": [dataclasses.asdict(x) for x in self.explained]}
+                | stopped
             )
             return
         for why in self.explained:
@@ -104,13 +106,15 @@ class CheckReport:
             if why.features == tuple(why.name.split(" + ")):
                 named = "as stated"
             print_heading(f"{why.name} is wrong {named}")
-            limit = "" if why.complete else "; --shrink has more seconds to look for a smaller one"
+            limit = "" if why.complete else "; a larger --shrink gives more seconds to find a smaller one"
             detail = _indented("\n".join(why.detail.splitlines()[:8]))
             print_text(f"{why.problem}\n{detail}\nthe smallest problem that was found{limit}")
         if self.stopped:
             self.close()
         print_text(f"\n{_counted(self.counts)}{'; stopped before the end' if self.stopped else ''}")
-        wrong = dict.fromkeys(x.name for outcomes in self.found.values() for x in outcomes if x.status is Status.WRONG)
+        wrong = dict.fromkeys(
+            x.name for outcomes in self.outcomes.values() for x in outcomes if x.status is Status.WRONG
+        )
         if wrong:
             print_text(f'wrong: {", ".join(wrong)}\ncheck one again with --feature "{next(iter(wrong))}"')
 

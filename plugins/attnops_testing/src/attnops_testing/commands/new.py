@@ -30,7 +30,7 @@ BASES: Final = {
     "flash": "attnops.operations.flash:FlashAttention",
     "sdpa": "attnops.operations.sdpa:ScaledDotProductAttention",
 }
-# The files of a plugin, by template; in the names $package is replaced.
+# The files of a plugin, by template; $package in their names is replaced.
 FILES: Final = {
     "pyproject.toml.tmpl": "pyproject.toml",
     "README.md.tmpl": "README.md",
@@ -56,7 +56,7 @@ BLOCK = 64  # queries that a program of the kernel computes, and keys a step of 
 }
 _MULTIPLE: Final = """\
             if length % BLOCK:
-                yield Reason(name, length, f"must be a multiple of {BLOCK}", "pad it, see attnops.kernels")
+                yield Reason(name, length, f"must be a multiple of {BLOCK}", "use attnops.kernels.pad_to_multiple")
 """
 _UNSUPPORTED: Final = {
     "tpu": """\
@@ -85,9 +85,9 @@ class Platform:
     """What differs between the platforms of a new plugin.
 
     Attributes:
-        platform: its name.
-        language: what the kernel is written in.
-        title: the platform's name for people.
+        platform: the platform's name.
+        language: the language of the kernel.
+        title: the platform's name for people to read.
         dtypes: the dtypes that the kernel serves, as Python source.
         interpret: whether tests interpret the kernel.
     """
@@ -114,13 +114,13 @@ def command(
     operation: Annotated[
         str | None,
         typer.Option(
-            help="What the kernel computes: flash, vanilla or sdpa, for calls of that name on the platform; or a name "
-            "of its own.",
+            help="What the kernel computes: flash, vanilla or sdpa, for calls of that name on the platform; or another "
+            "name.",
             metavar="NAME",
             show_default="NAME without attnops-",
         ),
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where the plugin's folder is made.", metavar="FOLDER")] = Path(),
+    folder: Annotated[Path, typer.Option(help="Where the plugin's folder is created.", metavar="FOLDER")] = Path(),
 ) -> None:
     """Write a plugin: a small kernel that passes its tests, what it serves, a README, a licence and a CI workflow.
 
@@ -137,7 +137,7 @@ def command(
         if place.exists():
             raise FileExistsError(f"{place} exists: choose another name, state another --folder, or move it away")
         if not folder.is_dir():
-            raise FileNotFoundError(f"--folder {folder} is no folder: make it first, or state another")
+            raise FileNotFoundError(f"--folder {folder} is not a folder: create it first, or state another")
         write(place, kind, values)
     except (ValueError, OSError) as error:
         fail(error, 2)
@@ -151,7 +151,7 @@ def command(
 
 
 def substitutions(name: str, kind: str, operation: str | None = None) -> dict[str, str]:
-    """What the templates' variables stand for, of a kernel of one of `PLATFORMS`.
+    """The values of the templates' variables, for a kernel of one of `PLATFORMS`.
 
     Raises:
         ValueError: a name can't be a distribution's, a package's or an operation's, or is taken.
@@ -165,8 +165,8 @@ def substitutions(name: str, kind: str, operation: str | None = None) -> dict[st
     if not class_name.isidentifier():
         class_name = f"My{class_name}"  # the name begins with a digit
     if class_name == base:
-        class_name = f"My{class_name}"  # which the module imports
-    own_name = f'\n    @classmethod\n    def get_impl_name(cls) -> str:\n        return "{operation}"\n'
+        class_name = f"My{class_name}"  # the module imports a class of that name
+    get_impl_name = f'\n    @classmethod\n    def get_impl_name(cls) -> str:\n        return "{operation}"\n'
     details = PLATFORMS[kind]
     return {
         "name": name,
@@ -175,7 +175,7 @@ def substitutions(name: str, kind: str, operation: str | None = None) -> dict[st
         "class_name": class_name,
         "base": base,
         "base_module": module,
-        "get_impl_name": "" if operation in BASES else own_name,
+        "get_impl_name": "" if operation in BASES else get_impl_name,
         "platform": details.platform,
         "platform_name": details.title,
         "language": details.language,
@@ -191,21 +191,21 @@ def substitutions(name: str, kind: str, operation: str | None = None) -> dict[st
 
 
 def write(place: Path, kind: str, values: dict[str, str]) -> None:
-    """Write the plugin's files; all of them, or none."""
+    """Write all of the plugin's files, or none if one can't be written."""
     templates = importlib.resources.files("attnops_testing.commands") / "template"
     files = FILES | {f"kernel_{kind}.py.tmpl": "src/$package/kernel.py"}
     files |= {"kernel.cpp": "src/$package/kernel.cpp"} if kind == "ffi" else {}
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=".attnops-new-") as temporary:
-        made = Path(temporary) / "plugin"
+        plugin = Path(temporary) / "plugin"
         for template, target in files.items():
-            path = made / string.Template(target).substitute(values)
+            path = plugin / string.Template(target).substitute(values)
             path.parent.mkdir(parents=True, exist_ok=True)
             text = (templates / template).read_text(encoding="utf-8")
             if template.endswith(".tmpl"):
                 text = string.Template(text).substitute(values)
             path.write_text(text, encoding="utf-8")
-        (made / "src" / values["package"] / "py.typed").touch()
-        os.rename(made, place)
+        (plugin / "src" / values["package"] / "py.typed").touch()
+        os.rename(plugin, place)
 
 
 def _package(name: str) -> str:
@@ -234,8 +234,6 @@ def _check_operation(operation: str) -> None:
         return
     owners = [plugin.distribution for plugin in OperationRegistry.plugins() if plugin.operation == operation]
     if CORE in owners:
-        raise ValueError(f"operation={operation!r} picks among operations, and computes nothing; state one of its own")
+        raise ValueError(f"operation={operation!r} picks among operations, and computes nothing; state another name")
     if owner := next(iter(owners), ELSEWHERE.get(operation)):
-        raise ValueError(
-            f"operation={operation!r} is an operation of {owner}; state {', '.join(BASES)}, or a name of its own"
-        )
+        raise ValueError(f"operation={operation!r} is an operation of {owner}; state {', '.join(BASES)}, or a new name")

@@ -17,7 +17,7 @@ from attnops_testing.fit import Fit
 from attnops_testing.problem import Problem
 from attnops_testing.runner import Outcome, Status, Subject, attempt
 
-# What is tried in place of a size, the smallest first; lengths also times the multiple that a kernel needs.
+# The sizes that are tried, the smallest first; lengths also as multiples of what a kernel needs.
 SIZES: Final = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 
 Clock = Callable[[], float]
@@ -31,8 +31,8 @@ class Explained:
         name: the name of the check.
         features: the features without which it is not wrong; empty if the plain problem is wrong.
         problem: a description of the smallest problem that was found, such as ``"B1 T2 S2 H1 K1 D1 float32"``.
-        detail: what is wrong in it: the result, its two values, and the limit; or what was raised.
-        complete: whether everything smaller was tried, in the time that there was.
+        detail: what is wrong in it: the result, both values, and the limit; or the exception.
+        complete: whether everything smaller was tried before the time was over.
     """
 
     name: str
@@ -55,14 +55,14 @@ def explain(
         clock: tells the time in seconds.
 
     Returns:
-        The smallest problem. None: the problem, run by itself, is not wrong in that way.
+        The explanation; None if the problem, run by itself, is not wrong in that way.
     """
     search = _Search(subject, _kind(outcome), clock, clock() + seconds)
     spec = _sized(combine(names, fit=subject.fit))
-    found = search.wrong(spec)
-    if found is None:
+    detail = search.wrong(spec)
+    if detail is None:
         return None
-    best = _Best(tuple(names), spec, found)
+    best = _Best(tuple(names), spec, detail)
     while True:
         smaller = search.first(_smaller(best, subject.fit))
         if smaller is None:
@@ -93,7 +93,7 @@ class _Search:
         return spec.problem(self._subject.base)
 
     def first(self, candidates: Iterator[tuple[tuple[str, ...], Spec]]) -> _Best | None:
-        """The first candidate that is wrong in the same way; None if none is, or it is late."""
+        """The first candidate that is wrong in the same way; None if none is, or the time is over."""
         for names, spec in candidates:
             if (text := repr(spec)) in self._tried:
                 continue
@@ -135,7 +135,7 @@ def _sized(spec: Spec) -> Spec:
 
 
 def _smaller(best: _Best, fit: Fit) -> Iterator[tuple[tuple[str, ...], Spec]]:
-    """What is smaller in one respect: without a feature, or in a size; the smallest first."""
+    """Problems that are smaller in one respect, a feature or a size; the smallest first."""
     spec = best.spec
     yield from _without_a_feature(best, fit)
     groups = {FEATURES[name].group for name in best.names}
@@ -174,7 +174,7 @@ def _much_smaller(spec: Spec, differ: bool) -> Iterator[Spec]:
     """The problem with all sizes but the heads reduced at once, which saves trying them one by one."""
     assert spec.S is not None
     for n in (2, 4, 16) if spec.multiple == 1 else (spec.multiple, 2 * spec.multiple):
-        T, S = ((0, 2 * n if differ and own > other else n) for own, other in ((spec.T, spec.S), (spec.S, spec.T)))
+        T, S = ((0, 2 * n if differ and x > other else n) for x, other in ((spec.T, spec.S), (spec.S, spec.T)))
         for D in sorted({D for D in (1, 16, spec.D) if D <= spec.D}):
             if T <= spec.T and S <= spec.S:
                 yield dataclasses.replace(spec, B=1, D=D, Dv=spec.Dv and 2 * D, T=T, S=S)
@@ -208,5 +208,5 @@ def _described(problem: Problem) -> str:
 
 def _value(value: Any) -> str:
     if isinstance(value, Mask) or not hasattr(value, "shape"):
-        return repr(value)  # of a mask, str is a picture
+        return repr(value)  # str of a mask is a picture
     return f"{jnp.dtype(value.dtype).name}{list(value.shape)}"

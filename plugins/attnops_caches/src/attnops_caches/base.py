@@ -164,7 +164,11 @@ class Cache(Source):
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
             UnsupportedError: packed rows on a mesh that shards the context.
         """
-        return self._append(*self._new(key, value, lengths, rows))
+        return self._appended(*self._new(key, value, lengths, rows))
+
+    def _appended(self, *given: Any) -> Self:
+        """`append` of what `_new` returns; on a mesh each device writes to its shard."""
+        return self._append(*given)
 
     def _new(
         self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None

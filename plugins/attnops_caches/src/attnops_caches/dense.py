@@ -14,6 +14,7 @@ from attnops.sharding.placing import placed
 from attnops_caches.create import TokenOptions, create_rows, create_store
 from attnops_caches.integers import int32
 from attnops_caches.layout import check_size
+from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces
 from attnops_caches.stored import StoredCache, StoredType
@@ -27,7 +28,14 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseCache(StoredCache):
-    """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`."""
+    """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`.
+
+    Attributes:
+        first_slot: for one device's shard of a cache whose context a mesh shards, in a `jax.shard_map`: the slot of the
+            whole row that is slot 0 of the shard, int32 []; lengths and starts are those of the whole row. Else None.
+    """
+
+    first_slot: jax.Array | None = None
 
     storage: ClassVar[str] = "DenseCache"
 
@@ -63,11 +71,15 @@ class DenseCache(StoredCache):
         return self.store.slots
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
-        lengths, run = self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
+        first = 0 if self.first_slot is None else self.first_slot
+        # In slots of a shard: below 0 for a row whose next token belongs to an earlier shard.
+        lengths, run = self.lengths[rows] - first, jnp.arange(rows.shape[0], dtype=jnp.int32)
         fit = jnp.clip(self.length - lengths, 0, count)
-        # A negative length is that of a row whose first slots are on other devices.
         slot = jnp.maximum(lengths, 0)
         return Pieces(run, slot - lengths, jnp.maximum(lengths + fit - slot, 0), rows, slot), fit
+
+    def slots(self) -> Slots:
+        return self._slots(self.first_slot)
 
     def read(self) -> Contents:
         self._check_layer()

@@ -120,11 +120,9 @@ class PagedCache(StoredCache):
         return shard * np.int32(self.pages_of_row)
 
     def describe(self) -> CacheRequest:
-        """See `Cache.describe`."""
         return dataclasses.replace(super().describe(), page_size=self.page_size)
 
     def loader(self) -> TileLoader:
-        """See `Cache.loader`."""
         return StoreLoader(self.store, self.table)
 
     @property

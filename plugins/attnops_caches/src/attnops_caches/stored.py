@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,6 @@ class StoredCache(Cache):
     is_stored: ClassVar[bool] = True
 
     def describe(self) -> CacheRequest:
-        """See `Cache.describe`."""
         layout, codec = self.store.layout, self.codec
         return dataclasses.replace(
             super().describe(),
@@ -59,22 +58,18 @@ class StoredCache(Cache):
 
     @property
     def kv_heads(self) -> int:
-        """See `Cache.kv_heads`."""
         return self.store.kv_heads
 
     @property
     def head_dim(self) -> int:
-        """See `Cache.head_dim`."""
         return self.store.layout.head_dim
 
     @property
     def value_head_dim(self) -> int:
-        """See `Cache.value_head_dim`."""
         return self.store.layout.value_head_dim
 
     @property
     def dtype(self) -> DType:
-        """See `Cache.dtype`."""
         return self.store.layout.dtype
 
     @property
@@ -102,25 +97,11 @@ class StoredCache(Cache):
         features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays)
         return store.kv_heads * (features + 4 * len(scales))
 
-    def append(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
-    ) -> Self:
-        """See `Cache.append`; on a mesh each device writes to its shard.
-
-        Raises:
-            ValueError: see `Cache.append`.
-            UnsupportedError: packed rows on a mesh that shards the context.
-        """
-        given = self._new(key, value, lengths, rows)
+    def _appended(self, *given: Any) -> Self:
         placement = None if self.placement is None else self.placement.free()
         return self._append(*given) if placement is None else append_by_shard(placement, self, *given)
 
     def loader(self) -> TileLoader:
-        """See `Cache.loader`."""
         return StoreLoader(self.store, None)
 
     def pending(
@@ -136,11 +117,9 @@ class StoredCache(Cache):
             ValueError: see `append`.
             UnsupportedError: a mesh shards the context; or rows are packed, and it shards the cache's rows.
         """
-        key, value, count, rows = self._new(key, value, lengths, rows)
+        given = self._new(key, value, lengths, rows)
         placement = None if self.placement is None else self.placement.free()
-        if placement is None:
-            return self._pending(key, value, count, rows)
-        return pending_by_shard(placement, self, key, value, count, rows)
+        return self._pending(*given) if placement is None else pending_by_shard(placement, self, *given)
 
     def _pending(
         self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
@@ -177,7 +156,6 @@ class StoredCache(Cache):
         return self.lengths, pieces.block.reshape(self.batch, -1)
 
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
-        """See `Cache.write`."""
         if sparse:
             store = self.store.write_some(self.store._tokens(key, value), pieces)
         else:

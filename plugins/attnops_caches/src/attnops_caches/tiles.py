@@ -87,21 +87,17 @@ class StoreLoader(TileLoader):
 
     @property
     def slots(self) -> int:
-        """See `TileLoader`."""
         return self.store.slots * (1 if self.table is None else self.table.shape[-1])
 
     @property
     def unit(self) -> int:
-        """See `TileLoader`."""
         return 1 if self.table is None else self.store.slots
 
     @property
     def itemsize(self) -> int:
-        """See `TileLoader`."""
         return jnp.dtype(self.store.layout.stored_dtype).itemsize
 
     def load(self, at: TileAt) -> KeyValue:
-        """See `TileLoader.load`."""
         store, layout = self.store, self.store.layout
         D, Dv = layout.head_dim, layout.value_head_dim
         key_scale = self._scale(store.key_scale, at)

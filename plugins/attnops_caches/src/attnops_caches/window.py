@@ -20,7 +20,7 @@ from attnops_caches.placement import PLACEMENT
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
 from attnops_caches.stored import StoredCache
-from attnops_caches.tokens import Contents, Pending, Planned
+from attnops_caches.tokens import Contents, Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -35,6 +35,9 @@ class WindowCache(StoredCache):
     A query sees the last ``window`` tokens, itself included: the window belongs to every call over this cache, as if
     ``mask & SlidingWindow(window - 1, None)`` were given over a `DenseCache`. Masks and biases with an array by key are
     refused, since positions grow beyond the slots.
+
+    An append of more than ``max_append`` tokens per row raises a `ValueError`; if packed rows are traced, the tokens of
+    a run beyond these don't fit.
 
     Attributes:
         written: one more than the largest index that was ever written, int32 [B].
@@ -82,37 +85,9 @@ class WindowCache(StoredCache):
     def length(self) -> int:
         return self.store.slots
 
-    def append(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
-    ) -> Self:
-        """See `Cache.append`. If packed rows are traced, tokens of a run beyond ``max_append`` don't fit.
-
-        Raises:
-            ValueError: known to be more than ``max_append`` tokens per row; see `Cache.append`.
-        """
-        self._check_append(key, rows)
-        return super().append(key, value, lengths, rows)
-
-    def pending(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
-    ) -> Pending[Self]:
-        """See `Cache.pending`.
-
-        Raises:
-            ValueError: see `append`.
-        """
-        self._check_append(key, rows)
-        return super().pending(key, value, lengths, rows)
-
-    def _check_append(self, key: ArrayLike, rows: Rows | None) -> None:
+    def _new(
+        self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rows | None]:
         shape: tuple[int, ...] = getattr(key, "shape", ())
         most = _longest_run(shape[1] if len(shape) == 4 else 0, rows)
         if self.max_append < most:
@@ -120,6 +95,7 @@ class WindowCache(StoredCache):
                 f"{most} tokens are appended at once, but the cache was created with max_append={self.max_append}: "
                 f"more would overwrite tokens that a query still sees; append in chunks, or create it with more"
             )
+        return super()._new(key, value, lengths, rows)
 
     def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
         return self.lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]

@@ -17,7 +17,7 @@ from attnops.masks.base import Mask
 from attnops_caches.calls.bind import bind_cached
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.run import run_over_cache
-from attnops_caches.calls.step import step
+from attnops_caches.calls.step import Step, step
 from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement
@@ -109,7 +109,8 @@ class Cache(Source):
         Queries of tokens that did not fit see the tokens that did; ``overflowed`` says so.
         """
         rest = {name: x for name, x in options.items() if name not in self.options}
-        return step(operation, query, key, value, self, options.get("query_lengths"), options.get("rows"), rest)
+        given = options.get("query_lengths"), options.get("rows")
+        return step(Step(operation, query, key, value, self, *given, rest))
 
     @property
     def batch(self) -> int:

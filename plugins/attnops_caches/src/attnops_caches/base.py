@@ -282,6 +282,11 @@ class Cache(Source):
         kept = jnp.minimum(self.lengths, jnp.maximum(integers_by_row("lengths", lengths, self.batch), 0))
         return dataclasses.replace(self, lengths=kept)
 
+    @property
+    def active_placement(self) -> Placement | None:
+        """``placement`` without the mesh axes of an enclosing `jax.shard_map`; None if it shards nothing then."""
+        return None if self.placement is None else self.placement.free()
+
     def without_mesh(self) -> Self:
         """This cache as an ordinary one, without its placement; it holds the same tokens."""
         return dataclasses.replace(self, placement=None)

@@ -23,7 +23,6 @@ from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces
 from attnops_caches.stored import StoredCache
 from attnops_caches.tiles import StoreLoader, TileLoader
-from attnops_caches.tokens import Contents
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -101,7 +100,7 @@ class PagedCache(StoredCache):
 
     @property
     def _shards(self) -> int:
-        placement = None if self.placement is None else self.placement.free()
+        placement = self.active_placement
         return 1 if placement is None else placement.shards(placement.batch)
 
     def without_mesh(self) -> Self:
@@ -168,7 +167,7 @@ class PagedCache(StoredCache):
             )
         # A buffer of its own, which can be donated.
         pages = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
-        if self.placement is not None and (placement := self.placement.free()) is not None:
+        if (placement := self.active_placement) is not None:
             pages = placed(pages, placement.specs(self).table, placement.mesh)  # type: ignore[arg-type]
         exists = (pages >= 0) & (pages < self.pages_of_row)
         copied = self._copied_from(pages)
@@ -191,7 +190,7 @@ class PagedCache(StoredCache):
             lead = copied.shape[:-1]
             return jnp.take_along_axis(copied, page.reshape(*lead, -1), -1).reshape(table.shape)
 
-        placement = None if self.placement is None else self.placement.free()
+        placement = self.active_placement
         if placement is None:
             return taken(self.copied, table)
         copied: jax.Array = placement.by_compiler(taken, placement.specs(self).table, self.copied, table)
@@ -221,19 +220,15 @@ class PagedCache(StoredCache):
         exists = (self.table >= 0) & (self.table < self.pages_of_row)
         return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
-    def read(self) -> Contents:
-        self._check_layer()
-        if self.placement is not None:
-            return self._read_placed()
+    def _keys_values(self) -> tuple[jax.Array, jax.Array]:
         store, table = self.store.flat(), whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
         taken = {name: whole(x)[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
-        scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
-        key, value = store.layout.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])
+        key, value = store.decoded(taken)
 
         def rows(x: jax.Array) -> jax.Array:
             return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(self.dtype)
 
-        return Contents(rows(key), rows(value), *self.positions())
+        return rows(key), rows(value)
 
     def fork(self, source: ArrayLike, target: ArrayLike, table: ArrayLike, copies: PageCopies) -> Self:
         """Rows that become copies of others, as `PagePool.fork` decided: their pages are shared, the last one copied.

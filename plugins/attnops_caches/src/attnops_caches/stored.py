@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -98,7 +99,7 @@ class StoredCache(Cache):
         return store.kv_heads * (features + 4 * len(scales))
 
     def _appended(self, *given: Any) -> Self:
-        placement = None if self.placement is None else self.placement.free()
+        placement = self.active_placement
         return self._append(*given) if placement is None else append_by_shard(placement, self, *given)
 
     def loader(self) -> TileLoader:
@@ -118,7 +119,7 @@ class StoredCache(Cache):
             UnsupportedError: a mesh shards the context; or rows are packed, and it shards the cache's rows.
         """
         given = self._new(key, value, lengths, rows)
-        placement = None if self.placement is None else self.placement.free()
+        placement = self.active_placement
         return self._pending(*given) if placement is None else pending_by_shard(placement, self, *given)
 
     def _pending(
@@ -143,7 +144,7 @@ class StoredCache(Cache):
         Raises:
             ValueError: the cache is on a mesh: a kernel is given each device's shard.
         """
-        if self.placement is not None and self.placement.free() is not None:
+        if self.active_placement is not None:
             raise ValueError("the cache is on a mesh: write_new is for a device's part of it, inside jax.shard_map")
         before = dataclasses.replace(self, lengths=self.lengths - new.size)
         T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
@@ -205,17 +206,20 @@ class StoredCache(Cache):
         fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
         return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
 
-    def _read_placed(self) -> Contents:
-        """`read` of a cache on a mesh."""
-        assert self.placement is not None
-        placement = self.placement.free()
+    def read(self) -> Contents:
+        self._check_layer()
+        placement = self.active_placement
         if placement is None:
-            return self.without_mesh().read()
+            return Contents(*self._keys_values(), *self.positions())
         by_token = PartitionSpec(placement.batch, placement.slots, placement.kv_heads)
         by_slot = PartitionSpec(placement.batch, placement.slots)
         specs = Contents(by_token, by_token, by_slot, by_slot)  # type: ignore[arg-type]
         result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)
         return result
+
+    @abc.abstractmethod
+    def _keys_values(self) -> tuple[jax.Array, jax.Array]:
+        """``keys`` and ``values`` of `read`, on one device."""
 
     def _of_layer(self) -> dict[str, jax.Array]:
         """The arrays outside the store that have the layer axis."""

@@ -13,14 +13,13 @@ from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
 from attnops_caches.create import TokenOptions, create_rows, create_store
-from attnops_caches.dense import read_blocks, take_rows
+from attnops_caches.dense import RowCache
 from attnops_caches.layout import check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
-from attnops_caches.stored import StoredCache
-from attnops_caches.tokens import Contents, Planned
+from attnops_caches.tokens import Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 @serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WindowCache(StoredCache):
+class WindowCache(RowCache):
     """A ring of R slots for each sequence; the token of index i is in slot i mod R. See `Cache`.
 
     A query sees the last ``window`` tokens, itself included: the window belongs to every call over this cache, as if
@@ -49,7 +48,7 @@ class WindowCache(StoredCache):
     window: int = dataclasses.field(metadata={"static": True})
     max_append: int = dataclasses.field(metadata={"static": True})
 
-    by_row: ClassVar[tuple[str, ...]] = (*StoredCache.by_row, "written")
+    by_row: ClassVar[tuple[str, ...]] = (*RowCache.by_row, "written")
     storage: ClassVar[str] = "WindowCache"
     unbounded: ClassVar[bool] = True
 
@@ -80,10 +79,6 @@ class WindowCache(StoredCache):
         store = create_store(check_size("batch", batch), slots, **tokens)
         rows = create_rows(batch, starts, tokens.get("layers"))
         return cls(store=store, **rows, written=jnp.zeros_like(rows["lengths"]), window=window, max_append=max_append)
-
-    @property
-    def length(self) -> int:
-        return self.store.slots
 
     def _new(
         self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
@@ -145,16 +140,6 @@ class WindowCache(StoredCache):
         last = self.written - 1
         newest = last % self.length
         return self._slots(last - newest, newest)
-
-    def read(self) -> Contents:
-        self._check_layer()
-        if self.placement is not None:
-            return self._read_placed()
-        return Contents(*read_blocks(self), *self.positions())
-
-    def take_rows(self, rows: ArrayLike) -> Self:
-        """See `DenseCache.take_rows`."""
-        return take_rows(self, rows)
 
 
 def _longest_run(T: int, rows: Rows | None) -> int:

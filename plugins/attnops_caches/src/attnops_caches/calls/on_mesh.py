@@ -102,7 +102,7 @@ def find_cache_boundary(
         # Masks were bound to all slots of a row, so that each device has all of them.
         placement = dataclasses.replace(placement_of(cache, chosen, rules, by_page=False), slots=None)
     else:
-        placement = given.free() or unsharded
+        placement = cache.active_placement or unsharded
     dividing = functools.partial(dividing_axes, chosen, free)
     axes_of = functools.partial(rule_axes, rules, request.mode)
     heads = placement.kv_heads
@@ -193,7 +193,7 @@ def may_step(boundary: Boundary, cache: Cache) -> bool:
     is, and the context of a row must be on one device.
     """
     assert isinstance(boundary, CacheBoundary)
-    free = None if cache.placement is None else cache.placement.free()
+    free = cache.active_placement
     return free is not None and free == boundary.placement and free.slots is None and free.kv_heads == boundary.heads
 
 

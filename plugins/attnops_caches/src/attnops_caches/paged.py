@@ -16,7 +16,7 @@ from attnops.sharding.mesh import names_of
 from attnops.sharding.placing import placed, whole
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.create import TokenOptions, create_rows, create_store
-from attnops_caches.integers import int32, integers
+from attnops_caches.integers import int32, pairs
 from attnops_caches.layout import check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
@@ -247,7 +247,7 @@ class PagedCache(StoredCache):
             UnsupportedError: see `copy_pages`.
         """
         moved = self.copy_pages(copies)
-        source, target = _pairs(source, target)
+        source, target = map(int32, pairs(source, target))
         fields: dict[str, Any] = self._rows()
         is_target = jnp.zeros((self.batch,), bool)
         row = jnp.arange(self.batch, dtype=jnp.int32)
@@ -276,7 +276,7 @@ class PagedCache(StoredCache):
         if self.store.first is not None:
             raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
         self._check_whole()
-        source, target = _pairs(copies.source, copies.target, "copies.")
+        source, target = map(int32, pairs(copies.source, copies.target, "copies."))
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
         lead = (slice(None),) * (self.lengths.ndim - 1)
@@ -301,13 +301,3 @@ class PagedCache(StoredCache):
                 "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
             )  # fmt: skip
             raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])
-
-
-def _pairs(source: Any, target: Any, prefix: str = "") -> tuple[jax.Array, jax.Array]:
-    """Integers [N] that belong together, as int32; ``prefix`` is in front of their names in messages."""
-    source, target = integers(f"{prefix}source", source), integers(f"{prefix}target", target)
-    if source.ndim != 1 or source.shape != target.shape:
-        raise ValueError(
-            f"{prefix}source has shape {source.shape} and {prefix}target {target.shape}, but both must have shape [N]"
-        )
-    return int32(source), int32(target)

@@ -41,28 +41,22 @@ class TileAt(NamedTuple):
 
 
 class TileLoader(abc.ABC):
-    """Loads tiles of keys and values of a cache. A pytree: its arrays are leaves.
-
-    Attributes:
-        slots: S, the slots of a row.
-        unit: tiles begin at a multiple of so many slots and have a multiple of so many, such as the page size.
-        itemsize: the bytes of a stored number.
-    """
+    """Loads tiles of keys and values of a cache. A pytree: its arrays are leaves."""
 
     @property
     @abc.abstractmethod
     def slots(self) -> int:
-        """See the class."""
+        """S, the slots of a row."""
 
     @property
     def unit(self) -> int:
-        """See the class."""
+        """Tiles begin at a multiple of so many slots and have a multiple of so many, such as the page size."""
         return 1
 
     @property
     @abc.abstractmethod
     def itemsize(self) -> int:
-        """See the class."""
+        """The bytes of a stored number."""
 
     @abc.abstractmethod
     def load(self, at: TileAt) -> KeyValue:

@@ -126,12 +126,9 @@ class Placement:
         if not cache.is_stored:
             return dataclasses.replace(cache, placement=None)
         held: Any = cache
-        store = held.store.local()
-        if self.slots is None:
-            return dataclasses.replace(held, placement=None, store=store)  # type: ignore[no-any-return]
-        return dataclasses.replace(
-            held, placement=None, store=store, first_slot=lax.axis_index(self.slots) * cache.length
-        )
+        first: Any = {} if self.slots is None else {"first_slot": lax.axis_index(self.slots) * cache.length}
+        shard: CacheType = dataclasses.replace(held, placement=None, store=held.store.local(), **first)
+        return shard
 
 
 def _not_on_a_mesh(placement: Placement | None) -> None:

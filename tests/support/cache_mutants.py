@@ -99,7 +99,7 @@ MUTANTS = {
         "3 queries",
     ),
     "a row reads the pages in order": Mutant(
-        PAGED + "read",
+        PAGED + "_keys_values",
         "jnp.clip(self.table, 0, self.pages - 1)",
         "jnp.arange(self.table.size).reshape(self.table.shape) % self.pages",
         "paged",

@@ -17,7 +17,7 @@ from attnops.masks.base import Mask
 from attnops_caches.calls.bind import bind_cached
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.run import run_over_cache
-from attnops_caches.calls.step import step
+from attnops_caches.calls.step import Step, step
 from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement
@@ -109,7 +109,8 @@ class Cache(Source):
         Queries of tokens that did not fit see the tokens that did; ``overflowed`` says so.
         """
         rest = {name: x for name, x in options.items() if name not in self.options}
-        return step(operation, query, key, value, self, options.get("query_lengths"), options.get("rows"), rest)
+        given = options.get("query_lengths"), options.get("rows")
+        return step(Step(operation, query, key, value, self, *given, rest))
 
     @property
     def batch(self) -> int:
@@ -164,7 +165,11 @@ class Cache(Source):
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
             UnsupportedError: packed rows on a mesh that shards the context.
         """
-        return self._append(*self._new(key, value, lengths, rows))
+        return self._appended(*self._new(key, value, lengths, rows))
+
+    def _appended(self, *given: Any) -> Self:
+        """`append` of what `_new` returns; on a mesh each device writes to its shard."""
+        return self._append(*given)
 
     def _new(
         self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
@@ -276,6 +281,11 @@ class Cache(Source):
         """
         kept = jnp.minimum(self.lengths, jnp.maximum(integers_by_row("lengths", lengths, self.batch), 0))
         return dataclasses.replace(self, lengths=kept)
+
+    @property
+    def active_placement(self) -> Placement | None:
+        """``placement`` without the mesh axes of an enclosing `jax.shard_map`; None if it shards nothing then."""
+        return None if self.placement is None else self.placement.free()
 
     def without_mesh(self) -> Self:
         """This cache as an ordinary one, without its placement; it holds the same tokens."""

@@ -14,20 +14,83 @@ from attnops.sharding.placing import placed
 from attnops_caches.create import TokenOptions, create_rows, create_store
 from attnops_caches.integers import int32
 from attnops_caches.layout import check_size
+from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces
-from attnops_caches.stored import StoredCache, StoredType
-from attnops_caches.tokens import Contents
+from attnops_caches.stored import StoredCache
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 
+@dataclasses.dataclass(frozen=True)
+class RowCache(StoredCache):
+    """A cache in which each row is one block of the store."""
+
+    @property
+    def length(self) -> int:
+        return self.store.slots
+
+    def _keys_values(self) -> tuple[jax.Array, jax.Array]:
+        key, value = self.store.decoded({name: self.store.own(x) for name, x in self.store._blocks().items()})
+        return key.swapaxes(1, 2).astype(self.dtype), value.swapaxes(1, 2).astype(self.dtype)
+
+    def take_rows(self, rows: ArrayLike) -> Self:
+        """The cache with row ``rows[b]`` in place of row b, as beam search reorders them.
+
+        Args:
+            rows: integers [B']. Values known when tracing are checked; another that is no row gives an empty row whose
+                ``overflowed`` is set.
+
+        On a mesh, axes that do not divide B' no longer shard the rows. With a layer axis, in every layer.
+
+        Raises:
+            ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of one with a
+                layer axis.
+        """
+        if self.store.first is not None:
+            raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
+        array: Any = rows if hasattr(rows, "dtype") else np.asarray(rows)
+        if np.dtype(array.dtype).kind not in "iu" or array.ndim != 1 or not array.size:
+            found = f"{array.dtype} {tuple(array.shape)}"
+            raise ValueError(f"rows is {found}, but must be integers of rank 1, at least one")
+        if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < self.batch:
+            raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {self.batch - 1}")
+        given, axis = int32(array), self.lengths.ndim - 1
+
+        def taken(cache: Self, given: jax.Array) -> Self:
+            exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
+            blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
+            fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
+            fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
+            fields["overflowed"] |= ~exists
+            return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]
+
+        placement = self.active_placement
+        if self.placement is None or placement is None:
+            return taken(self, given)
+        changed = {"placement": self.placement.for_rows(given.shape[0])}
+        specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(self, **changed))  # type: ignore[arg-type]
+
+        def moved(cache: Self, given: jax.Array) -> Self:
+            return dataclasses.replace(taken(cache, given), **changed)  # type: ignore[arg-type]
+
+        result: Self = placement.by_compiler(moved, specs, self, given)
+        return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]
+
+
 @serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DenseCache(StoredCache):
-    """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`."""
+class DenseCache(RowCache):
+    """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`.
+
+    Attributes:
+        first_slot: for one device's shard of a cache whose context a mesh shards, in a `jax.shard_map`: the slot of the
+            whole row that is slot 0 of the shard, int32 []; lengths and starts are those of the whole row. Else None.
+    """
+
+    first_slot: jax.Array | None = None
 
     storage: ClassVar[str] = "DenseCache"
 
@@ -58,75 +121,13 @@ class DenseCache(StoredCache):
         store = create_store(batch, check_size("length", length), **tokens)
         return cls(store=store, **create_rows(batch, starts, tokens.get("layers")))
 
-    @property
-    def length(self) -> int:
-        return self.store.slots
-
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
-        lengths, run = self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
+        first = 0 if self.first_slot is None else self.first_slot
+        # In slots of a shard: below 0 for a row whose next token belongs to an earlier shard.
+        lengths, run = self.lengths[rows] - first, jnp.arange(rows.shape[0], dtype=jnp.int32)
         fit = jnp.clip(self.length - lengths, 0, count)
-        # A negative length is that of a row whose first slots are on other devices.
         slot = jnp.maximum(lengths, 0)
         return Pieces(run, slot - lengths, jnp.maximum(lengths + fit - slot, 0), rows, slot), fit
 
-    def read(self) -> Contents:
-        self._check_layer()
-        if self.placement is not None:
-            return self._read_placed()
-        return Contents(*read_blocks(self), *self.positions())
-
-    def take_rows(self, rows: ArrayLike) -> Self:
-        """The cache with row ``rows[b]`` in place of row b, as beam search reorders them.
-
-        Args:
-            rows: integers [B']. Values known when tracing are checked; another that is no row gives an empty row whose
-                ``overflowed`` is set.
-
-        On a mesh, axes that do not divide B' no longer shard the rows. With a layer axis, in every layer.
-
-        Raises:
-            ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of one with a
-                layer axis.
-        """
-        return take_rows(self, rows)
-
-
-def read_blocks(cache: StoredCache) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [B, n, K, d] of a cache whose blocks are its rows."""
-    store = cache.store
-    blocks = {name: store.own(x) for name, x in store._blocks().items()}
-    scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | blocks
-    key, value = store.layout.decoded(blocks["key"], blocks.get("value"), scales["key_scale"], scales["value_scale"])
-    return key.swapaxes(1, 2).astype(store.layout.dtype), value.swapaxes(1, 2).astype(store.layout.dtype)
-
-
-def take_rows(cache: StoredType, rows: ArrayLike) -> StoredType:
-    """A cache whose blocks are its rows with other rows; see `DenseCache.take_rows`."""
-    if cache.store.first is not None:
-        raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
-    array: Any = rows if hasattr(rows, "dtype") else np.asarray(rows)
-    if np.dtype(array.dtype).kind not in "iu" or array.ndim != 1 or not array.size:
-        raise ValueError(f"rows is {array.dtype} {tuple(array.shape)}, but must be integers of rank 1, at least one")
-    if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < cache.batch:
-        raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {cache.batch - 1}")
-    given, axis = int32(array), cache.lengths.ndim - 1
-
-    def taken(cache: StoredType, given: jax.Array) -> StoredType:
-        exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
-        blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
-        fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
-        fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
-        fields["overflowed"] |= ~exists
-        return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]
-
-    placement = None if cache.placement is None else cache.placement.free()
-    if cache.placement is None or placement is None:
-        return taken(cache, given)
-    changed = {"placement": cache.placement.for_rows(given.shape[0])}
-    specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(cache, **changed))  # type: ignore[arg-type]
-
-    def moved(cache: StoredType, given: jax.Array) -> StoredType:
-        return dataclasses.replace(taken(cache, given), **changed)  # type: ignore[arg-type]
-
-    result: StoredType = placement.by_compiler(moved, specs, cache, given)
-    return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]
+    def slots(self) -> Slots:
+        return self._slots(self.first_slot)

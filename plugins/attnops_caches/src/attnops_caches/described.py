@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import jax
@@ -104,19 +105,8 @@ def source(
     return query[:1], cache, {"rows": Rows(jnp.zeros(B + 1, jnp.int32), jnp.zeros(B, jnp.int32))}
 
 
-def dense(*call: Any) -> tuple[jax.Array, StoredCache, dict[str, Any]]:
-    """`source` of a `DenseCache`."""
-    return source("DenseCache", *call)
-
-
-def window(*call: Any) -> tuple[jax.Array, StoredCache, dict[str, Any]]:
-    """`source` of a `WindowCache`."""
-    return source("WindowCache", *call)
-
-
-def paged(*call: Any) -> tuple[jax.Array, StoredCache, dict[str, Any]]:
-    """`source` of a `PagedCache`."""
-    return source("PagedCache", *call)
+# The entry points.
+dense, window, paged = (functools.partial(source, storage) for storage in STORAGES)
 
 
 def _number(name: str, text: str | None) -> int | None:

@@ -48,6 +48,17 @@ def int32(values: Array) -> jax.Array:
     return jnp.asarray(values).astype(jnp.int32)
 
 
+def pairs(source: Any, target: Any, prefix: str = "", what: str = "") -> tuple[Any, Any]:
+    """`integers` [N] that belong together; ``prefix`` is in front of their names in messages, ``what`` at the end."""
+    source, target = integers(f"{prefix}source", source), integers(f"{prefix}target", target)
+    if source.ndim != 1 or source.shape != target.shape:
+        raise ValueError(
+            f"{prefix}source has shape {source.shape} and {prefix}target {target.shape}, but both must have shape "
+            f"[N]{what}"
+        )
+    return source, target
+
+
 def integers_by_row(name: str, values: Any, batch: int) -> jax.Array:
     """Integers [B] as int32."""
     array = values if hasattr(values, "dtype") else np.asarray(values)

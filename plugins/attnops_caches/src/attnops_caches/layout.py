@@ -50,16 +50,9 @@ class TokenLayout:
         width: int | None = None,
         joins: bool = False,
     ) -> Self:
-        """The layout of a cache that is created with these arguments, see `DenseCache.create`.
+        """The layout of a cache that is created with these `TokenOptions`.
 
-        Args:
-            head_dim: D.
-            value_head_dim: Dv; None for D, or the latent.
-            dtype: the dtype of keys and values.
-            codec: how they are stored.
-            latent: Dv of latent content; None where values are stored.
-            width: W; None for no zeros.
-            joins: whether key and value are joined where ``width`` is None.
+        If ``joins``, key and value are joined also where ``width`` is None.
 
         Raises:
             ValueError: sizes, a dtype or a codec that fit no cache.

@@ -16,14 +16,13 @@ from attnops.sharding.mesh import names_of
 from attnops.sharding.placing import placed, whole
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.create import TokenOptions, create_rows, create_store
-from attnops_caches.integers import int32, integers
+from attnops_caches.integers import int32, pairs
 from attnops_caches.layout import check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces
 from attnops_caches.stored import StoredCache
 from attnops_caches.tiles import StoreLoader, TileLoader
-from attnops_caches.tokens import Contents
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -101,7 +100,7 @@ class PagedCache(StoredCache):
 
     @property
     def _shards(self) -> int:
-        placement = None if self.placement is None else self.placement.free()
+        placement = self.active_placement
         return 1 if placement is None else placement.shards(placement.batch)
 
     def without_mesh(self) -> Self:
@@ -120,11 +119,9 @@ class PagedCache(StoredCache):
         return shard * np.int32(self.pages_of_row)
 
     def describe(self) -> CacheRequest:
-        """See `Cache.describe`."""
         return dataclasses.replace(super().describe(), page_size=self.page_size)
 
     def loader(self) -> TileLoader:
-        """See `Cache.loader`."""
         return StoreLoader(self.store, self.table)
 
     @property
@@ -170,7 +167,7 @@ class PagedCache(StoredCache):
             )
         # A buffer of its own, which can be donated.
         pages = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
-        if self.placement is not None and (placement := self.placement.free()) is not None:
+        if (placement := self.active_placement) is not None:
             pages = placed(pages, placement.specs(self).table, placement.mesh)  # type: ignore[arg-type]
         exists = (pages >= 0) & (pages < self.pages_of_row)
         copied = self._copied_from(pages)
@@ -193,7 +190,7 @@ class PagedCache(StoredCache):
             lead = copied.shape[:-1]
             return jnp.take_along_axis(copied, page.reshape(*lead, -1), -1).reshape(table.shape)
 
-        placement = None if self.placement is None else self.placement.free()
+        placement = self.active_placement
         if placement is None:
             return taken(self.copied, table)
         copied: jax.Array = placement.by_compiler(taken, placement.specs(self).table, self.copied, table)
@@ -223,19 +220,15 @@ class PagedCache(StoredCache):
         exists = (self.table >= 0) & (self.table < self.pages_of_row)
         return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
-    def read(self) -> Contents:
-        self._check_layer()
-        if self.placement is not None:
-            return self._read_placed()
+    def _keys_values(self) -> tuple[jax.Array, jax.Array]:
         store, table = self.store.flat(), whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
         taken = {name: whole(x)[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
-        scales = {"key_scale": store.key_scale, "value_scale": store.value_scale} | taken
-        key, value = store.layout.decoded(taken["key"], taken.get("value"), scales["key_scale"], scales["value_scale"])
+        key, value = store.decoded(taken)
 
         def rows(x: jax.Array) -> jax.Array:
             return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(self.dtype)
 
-        return Contents(rows(key), rows(value), *self.positions())
+        return rows(key), rows(value)
 
     def fork(self, source: ArrayLike, target: ArrayLike, table: ArrayLike, copies: PageCopies) -> Self:
         """Rows that become copies of others, as `PagePool.fork` decided: their pages are shared, the last one copied.
@@ -254,7 +247,7 @@ class PagedCache(StoredCache):
             UnsupportedError: see `copy_pages`.
         """
         moved = self.copy_pages(copies)
-        source, target = _pairs(source, target)
+        source, target = map(int32, pairs(source, target))
         fields: dict[str, Any] = self._rows()
         is_target = jnp.zeros((self.batch,), bool)
         row = jnp.arange(self.batch, dtype=jnp.int32)
@@ -283,7 +276,7 @@ class PagedCache(StoredCache):
         if self.store.first is not None:
             raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
         self._check_whole()
-        source, target = _pairs(copies.source, copies.target, "copies.")
+        source, target = map(int32, pairs(copies.source, copies.target, "copies."))
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
         lead = (slice(None),) * (self.lengths.ndim - 1)
@@ -308,13 +301,3 @@ class PagedCache(StoredCache):
                 "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
             )  # fmt: skip
             raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])
-
-
-def _pairs(source: Any, target: Any, prefix: str = "") -> tuple[jax.Array, jax.Array]:
-    """Integers [N] that belong together, as int32; ``prefix`` is in front of their names in messages."""
-    source, target = integers(f"{prefix}source", source), integers(f"{prefix}target", target)
-    if source.ndim != 1 or source.shape != target.shape:
-        raise ValueError(
-            f"{prefix}source has shape {source.shape} and {prefix}target {target.shape}, but both must have shape [N]"
-        )
-    return int32(source), int32(target)

@@ -30,7 +30,6 @@ from attnops_caches.tokens import NewTokens, Pending
 if TYPE_CHECKING:
     from attnops.typing import Leaf
     from attnops_caches.base import CacheType
-    from attnops_caches.rows import Rows
     from attnops_caches.stored import StoredCache, StoredType
 
 
@@ -92,7 +91,7 @@ class Placement:
         held: Any = cache
         by_scale = {"tensor": (), "head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
         scale = () if held.codec is None else by_scale[held.codec.scales]
-        last |= {"key_scale": scale, "value_scale": scale, "first": (), "table": (self.batch, None)}
+        last |= {"key_scale": scale, "value_scale": scale, "first": (), "first_slot": (), "table": (self.batch, None)}
         last["copied"] = (self.batch,)
 
         def spec(path: tuple[Any, ...], x: Leaf) -> PartitionSpec:
@@ -122,17 +121,14 @@ class Placement:
     def local(self, cache: CacheType) -> CacheType:
         """This device's shard of a cache, inside a `jax.shard_map`, as a cache of its own.
 
-        If the context is sharded, local slot 0 is global slot ``first``: lengths and starts count from there, so that
-        positions are those of the whole cache.
+        If the context is sharded, it is a `DenseCache` with ``first_slot``.
         """
         if not cache.is_stored:
             return dataclasses.replace(cache, placement=None)
         held: Any = cache
-        shard: CacheType = dataclasses.replace(held, placement=None, store=held.store.local())
-        if self.slots is None:
-            return shard
-        first = lax.axis_index(self.slots) * cache.length
-        return dataclasses.replace(shard, lengths=shard.lengths - first, starts=shard.starts - first)
+        first: Any = {} if self.slots is None else {"first_slot": lax.axis_index(self.slots) * cache.length}
+        shard: CacheType = dataclasses.replace(held, placement=None, store=held.store.local(), **first)
+        return shard
 
 
 def _not_on_a_mesh(placement: Placement | None) -> None:
@@ -225,97 +221,88 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
     return entry_of(name for name in kept if mesh.shape[name] > 1)
 
 
-def append(
-    placement: Placement, cache: StoredType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
-    rows: Rows | None,
-) -> StoredType:  # fmt: skip
-    """`Cache.append` on a mesh, its arguments checked: each device writes the tokens of its rows, heads and slots.
+def append(placement: Placement, cache: StoredType, *given: Any) -> StoredType:
+    """`Cache.append` on a mesh: each device writes the tokens of its rows, heads and slots.
+
+    Args:
+        placement: how the cache is sharded.
+        cache: the cache.
+        *given: what `Cache._new` returns.
 
     Raises:
         UnsupportedError: packed rows, and a context that is sharded.
     """
-    if rows is not None:
+    if given[-1] is not None:
         check_packed(placement)
-    given = cache, key, value, count, rows
-    moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
-    result: StoredType = _append(placement, *moved)
-    return result
+    cache, grown, store = _on_shards(placement, _append_shard, cache, given)
+    return dataclasses.replace(cache, store=store, **grown)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _append(placement: Placement, *given: Any) -> Any:
-    specs = _append_specs(placement, given)
+def pending(placement: Placement, cache: StoredType, *given: Any) -> Pending[StoredType]:
+    """`StoredCache.pending` on a mesh, with the arguments of `append`: each device's new tokens.
+
+    Raises:
+        UnsupportedError: the context is sharded; or rows are packed, and the rows of the cache are sharded.
+    """
+    batch = None if given[-1] is None else placement.batch
+    for what, axes in ("context of each row", placement.slots), ("rows", batch):
+        if axes is not None:
+            reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
+            raise UnsupportedError(f"tokens that a kernel would write:\n  - {reason}", [reason])
+    cache, grown, new = _on_shards(placement, _pending_shard, cache, given)
+    return Pending(dataclasses.replace(cache, **grown), new)
+
+
+def _on_shards(placement: Placement, of_shard: Any, cache: StoredType, given: Any) -> tuple[StoredType, Any, Any]:
+    """The cache, placed on the mesh; and what ``of_shard`` returns of every device's shard of it."""
+    call = cache, *given
+    moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
+    return moved[0], *_on_placed_shards(placement, of_shard, *moved)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_placed_shards(placement: Placement, of_shard: Any, *call: Any) -> Any:
+    specs = _specs(placement, call)
+    written = specs[0].store
+    if of_shard is _pending_shard:
+        written = placement.specs_of_new(call[0], call[-1] is not None)
     # Nothing is differentiated, and loops may have carries that don't vary as the check wants.
     return jax.shard_map(
-        functools.partial(_append_own, placement), in_specs=specs, out_specs=specs[0], check_vma=False,
-        **mesh_arguments(placement.mesh),
-    )(*given)  # fmt: skip
+        functools.partial(of_shard, placement), in_specs=specs, out_specs=(_grown(specs[0]), written),
+        check_vma=False, **mesh_arguments(placement.mesh),
+    )(*call)  # fmt: skip
 
 
-def _append_specs(placement: Placement, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def _specs(placement: Placement, call: tuple[Any, ...]) -> tuple[Any, ...]:
     """The specs of cache, key, value, count and rows."""
-    cache, *tokens, count, rows = given
+    cache, *tokens, count, rows = call
     batch = None if rows is not None else placement.batch
     by_token, by_row = PartitionSpec(batch, None, placement.kv_heads), PartitionSpec(placement.batch)
     rest = jax.tree.map(lambda x: by_token, tokens), jax.tree.map(lambda x: by_row, count)
     return placement.specs(cache), *rest[0], rest[1], jax.tree.map(lambda x: PartitionSpec(), rows)
 
 
-def _append_own(
-    placement: Placement, cache: StoredCache, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
-    rows: Rows | None,
-) -> StoredCache:  # fmt: skip
-    """The append of one device, to its shard of a cache."""
+def _append_shard(placement: Placement, cache: StoredCache, key: Any, value: Any, count: Any, rows: Any) -> Any:
+    """What an append changes of one device's shard."""
     shard = placement.local(cache)
     if rows is not None:
         first = 0 if placement.batch is None else lax.axis_index(placement.batch) * shard.batch
         # Rows of other devices are out of range, and their tokens are dropped as padding is.
-        shard = shard._append(key, value, None, dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first))
-    elif placement.slots is None:
-        shard = shard._append(key, value, count, None)
-    else:
-        assert count is not None
+        rows = dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first)
+    fit = count
+    if placement.slots is not None:  # the tokens that fit some shard; a shard writes those that are in its slots
         fit = jnp.clip(shard.length * placement.shards(placement.slots) - cache.lengths, 0, count)
-        store = shard._append(key, value, fit, None).store
-        dropped = cache.overflowed | (fit < count)
-        shard = dataclasses.replace(cache, store=store, lengths=cache.lengths + fit, overflowed=dropped)
-    store = dataclasses.replace(shard.store, first=cache.store.first, blocks=cache.store.blocks)
-    return dataclasses.replace(shard, placement=cache.placement, store=store)
+    after = shard._append(key, value, fit, rows)
+    grown = _grown(after)
+    if placement.slots is not None:
+        grown = {"lengths": cache.lengths + fit, "overflowed": cache.overflowed | (fit < count)}
+    return grown, dataclasses.replace(after.store, first=cache.store.first, blocks=cache.store.blocks)
 
 
-def pending(
-    placement: Placement, cache: StoredType, key: jax.Array, value: jax.Array | None, count: jax.Array | None,
-    rows: Rows | None,
-) -> Pending[StoredType]:  # fmt: skip
-    """`Cache.pending` on a mesh: each device's new tokens.
-
-    Raises:
-        UnsupportedError: the context is sharded; or rows are packed, and the rows of the cache are sharded.
-    """
-    for what, axes in ("context of each row", placement.slots), ("rows", placement.batch if rows else None):
-        if axes is not None:
-            reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
-            raise UnsupportedError(f"tokens that a kernel would write:\n  - {reason}", [reason])
-    given = cache, key, value, count, rows
-    moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), given, _append_specs(placement, given))
-    grown, new = _pending(placement, *moved)
-    return Pending(dataclasses.replace(cache, **grown), new)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _pending(placement: Placement, *given: Any) -> Any:
-    def own(
-        cache: StoredCache, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
-    ) -> Any:
-        after, new = placement.local(cache)._pending(key, value, count, rows)
-        return _grown(after), new
-
-    specs = _append_specs(placement, given)
-    of_new = placement.specs_of_new(given[0], given[4] is not None)
-    return jax.shard_map(
-        own, in_specs=specs, out_specs=(_grown(specs[0]), of_new), check_vma=False,
-        **mesh_arguments(placement.mesh),
-    )(*given)  # fmt: skip
+def _pending_shard(placement: Placement, cache: StoredCache, *given: Any) -> Any:
+    """What an append changes of one device's shard but its store, and the new tokens."""
+    after, new = placement.local(cache)._pending(*given)
+    return _grown(after), new
 
 
 def _grown(cache: StoredCache) -> dict[str, Any]:

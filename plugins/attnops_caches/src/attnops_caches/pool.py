@@ -16,7 +16,7 @@ from jax import lax
 
 from attnops.exported import serialised, serialised_tuple
 from attnops.programs.varying import equally_varying
-from attnops_caches.integers import LARGEST, array, at_least_one, int32, integers
+from attnops_caches.integers import LARGEST, array, at_least_one, int32, integers, pairs
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Leaf
@@ -199,12 +199,7 @@ class PagePool:
             ValueError: they are not of one shape [N]; or, of ids known when tracing, one is neither -1 nor a row, or a
                 row is its own source.
         """
-        source, target = integers("source", source), integers("target", target)
-        if source.ndim != 1 or source.shape != target.shape:
-            raise ValueError(
-                f"source has shape {source.shape} and target {target.shape}, but both must have shape [N]: entry i "
-                f"makes row target[i] a copy of row source[i]"
-            )
+        source, target = pairs(source, target, what=": entry i makes row target[i] a copy of row source[i]")
         for name, ids in (("source", source), ("target", target)):
             for i in np.flatnonzero((ids < -1) | (ids >= self.rows)) if isinstance(ids, np.ndarray) else ():
                 raise ValueError(

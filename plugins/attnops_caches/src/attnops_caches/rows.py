@@ -76,16 +76,11 @@ class Rows:
         """The first of N tokens of each run, int32 [R]; at most N."""
         return jnp.clip(jnp.asarray(self.starts), 0, N)[:-1]
 
-    def is_first(self, counts: jax.Array) -> jax.Array:
-        """Whether no run before has the same row, bool [R]; empty runs count as none."""
-        slots = jnp.asarray(self.slots)
-        same = (slots[:, None] == slots[None, :]) & (counts > 0)[None, :]
-        return ~jnp.tril(same, -1).any(axis=1)
-
     def first_counts(self, N: int, batch: int) -> jax.Array:
-        """`counts`, and 0 for a run whose row has another run before it."""
-        counts = self.counts(N, batch)
-        return jnp.where(self.is_first(counts), counts, 0)
+        """`counts`, and 0 for a run whose row has another run of some tokens before it."""
+        counts, slots = self.counts(N, batch), jnp.asarray(self.slots)
+        same = (slots[:, None] == slots[None, :]) & (counts > 0)[None, :]
+        return jnp.where(jnp.tril(same, -1).any(axis=1), 0, counts)
 
     def of_queries(self, N: int, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The cache's row of each query, and its index in that row; int32 [N], −1 for padding.
@@ -103,9 +98,8 @@ class Rows:
         run = jnp.searchsorted(starts, place, side="right").astype(jnp.int32) - 1
         is_real = (run >= 0) & (run < slots.shape[0])
         run = jnp.clip(run, 0, slots.shape[0] - 1)
-        row = slots[run]
-        is_real &= (row >= 0) & (row < lengths.shape[0]) & self.is_first(self.counts(N, lengths.shape[0]))[run]
-        row = jnp.clip(row, 0, lengths.shape[0] - 1)
+        is_real &= self.first_counts(N, lengths.shape[0])[run] > 0
+        row = jnp.clip(slots[run], 0, lengths.shape[0] - 1)
         index = lengths[row] - (starts[run + 1] - place)
         return jnp.where(is_real, row, -1), jnp.where(is_real, index, -1)
 

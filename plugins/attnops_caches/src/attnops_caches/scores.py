@@ -185,7 +185,6 @@ class SlotBias(Bias):
     static: ClassVar[tuple[str, ...]] = ()
 
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
-        """See `Bias.apply`."""
         # The query's index stays for arrays; functions of positions are given its position.
         slots = self.k_positions
         k_position = slots.position(b, kv) if isinstance(slots, Slots) else _picked(slots, b, kv)

@@ -108,9 +108,5 @@ def _stored_bytes(shape: tuple[int, ...], dtype: DType, platform: str) -> int:
     size = jnp.dtype(dtype).itemsize
     *lead, rows, columns = shape
     if platform == "tpu":
-        rows, columns = _round_up(rows, 32 // size), _round_up(columns, 128)
+        rows, columns = (-(-n // tile) * tile for n, tile in ((rows, 32 // size), (columns, 128)))
     return math.prod(lead) * rows * columns * size
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -122,6 +122,11 @@ class Store:
         names = ("key", "value", *(("key_scale", "value_scale") if self.layout.has_token_scales else ()))
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def decoded(self, blocks: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Some blocks of each array of `_blocks`, [..., K, n, d], as keys and values; float32 with a codec."""
+        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale} | blocks
+        return self.layout.decoded(blocks["key"], blocks.get("value"), scales["key_scale"], scales["value_scale"])
+
     @property
     def kv_heads(self) -> int:
         """K."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,6 @@ class StoredCache(Cache):
     is_stored: ClassVar[bool] = True
 
     def describe(self) -> CacheRequest:
-        """See `Cache.describe`."""
         layout, codec = self.store.layout, self.codec
         return dataclasses.replace(
             super().describe(),
@@ -59,22 +59,18 @@ class StoredCache(Cache):
 
     @property
     def kv_heads(self) -> int:
-        """See `Cache.kv_heads`."""
         return self.store.kv_heads
 
     @property
     def head_dim(self) -> int:
-        """See `Cache.head_dim`."""
         return self.store.layout.head_dim
 
     @property
     def value_head_dim(self) -> int:
-        """See `Cache.value_head_dim`."""
         return self.store.layout.value_head_dim
 
     @property
     def dtype(self) -> DType:
-        """See `Cache.dtype`."""
         return self.store.layout.dtype
 
     @property
@@ -102,25 +98,11 @@ class StoredCache(Cache):
         features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays)
         return store.kv_heads * (features + 4 * len(scales))
 
-    def append(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
-    ) -> Self:
-        """See `Cache.append`; on a mesh each device writes to its shard.
-
-        Raises:
-            ValueError: see `Cache.append`.
-            UnsupportedError: packed rows on a mesh that shards the context.
-        """
-        given = self._new(key, value, lengths, rows)
-        placement = None if self.placement is None else self.placement.free()
+    def _appended(self, *given: Any) -> Self:
+        placement = self.active_placement
         return self._append(*given) if placement is None else append_by_shard(placement, self, *given)
 
     def loader(self) -> TileLoader:
-        """See `Cache.loader`."""
         return StoreLoader(self.store, None)
 
     def pending(
@@ -136,11 +118,9 @@ class StoredCache(Cache):
             ValueError: see `append`.
             UnsupportedError: a mesh shards the context; or rows are packed, and it shards the cache's rows.
         """
-        key, value, count, rows = self._new(key, value, lengths, rows)
-        placement = None if self.placement is None else self.placement.free()
-        if placement is None:
-            return self._pending(key, value, count, rows)
-        return pending_by_shard(placement, self, key, value, count, rows)
+        given = self._new(key, value, lengths, rows)
+        placement = self.active_placement
+        return self._pending(*given) if placement is None else pending_by_shard(placement, self, *given)
 
     def _pending(
         self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
@@ -164,7 +144,7 @@ class StoredCache(Cache):
         Raises:
             ValueError: the cache is on a mesh: a kernel is given each device's shard.
         """
-        if self.placement is not None and self.placement.free() is not None:
+        if self.active_placement is not None:
             raise ValueError("the cache is on a mesh: write_new is for a device's part of it, inside jax.shard_map")
         before = dataclasses.replace(self, lengths=self.lengths - new.size)
         T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
@@ -177,7 +157,6 @@ class StoredCache(Cache):
         return self.lengths, pieces.block.reshape(self.batch, -1)
 
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
-        """See `Cache.write`."""
         if sparse:
             store = self.store.write_some(self.store._tokens(key, value), pieces)
         else:
@@ -227,17 +206,20 @@ class StoredCache(Cache):
         fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
         return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
 
-    def _read_placed(self) -> Contents:
-        """`read` of a cache on a mesh."""
-        assert self.placement is not None
-        placement = self.placement.free()
+    def read(self) -> Contents:
+        self._check_layer()
+        placement = self.active_placement
         if placement is None:
-            return self.without_mesh().read()
+            return Contents(*self._keys_values(), *self.positions())
         by_token = PartitionSpec(placement.batch, placement.slots, placement.kv_heads)
         by_slot = PartitionSpec(placement.batch, placement.slots)
         specs = Contents(by_token, by_token, by_slot, by_slot)  # type: ignore[arg-type]
         result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)
         return result
+
+    @abc.abstractmethod
+    def _keys_values(self) -> tuple[jax.Array, jax.Array]:
+        """``keys`` and ``values`` of `read`, on one device."""
 
     def _of_layer(self) -> dict[str, jax.Array]:
         """The arrays outside the store that have the layer axis."""

@@ -41,28 +41,22 @@ class TileAt(NamedTuple):
 
 
 class TileLoader(abc.ABC):
-    """Loads tiles of keys and values of a cache. A pytree: its arrays are leaves.
-
-    Attributes:
-        slots: S, the slots of a row.
-        unit: tiles begin at a multiple of so many slots and have a multiple of so many, such as the page size.
-        itemsize: the bytes of a stored number.
-    """
+    """Loads tiles of keys and values of a cache. A pytree: its arrays are leaves."""
 
     @property
     @abc.abstractmethod
     def slots(self) -> int:
-        """See the class."""
+        """S, the slots of a row."""
 
     @property
     def unit(self) -> int:
-        """See the class."""
+        """Tiles begin at a multiple of so many slots and have a multiple of so many, such as the page size."""
         return 1
 
     @property
     @abc.abstractmethod
     def itemsize(self) -> int:
-        """See the class."""
+        """The bytes of a stored number."""
 
     @abc.abstractmethod
     def load(self, at: TileAt) -> KeyValue:
@@ -87,21 +81,17 @@ class StoreLoader(TileLoader):
 
     @property
     def slots(self) -> int:
-        """See `TileLoader`."""
         return self.store.slots * (1 if self.table is None else self.table.shape[-1])
 
     @property
     def unit(self) -> int:
-        """See `TileLoader`."""
         return 1 if self.table is None else self.store.slots
 
     @property
     def itemsize(self) -> int:
-        """See `TileLoader`."""
         return jnp.dtype(self.store.layout.stored_dtype).itemsize
 
     def load(self, at: TileAt) -> KeyValue:
-        """See `TileLoader.load`."""
         store, layout = self.store, self.store.layout
         D, Dv = layout.head_dim, layout.value_head_dim
         key_scale = self._scale(store.key_scale, at)

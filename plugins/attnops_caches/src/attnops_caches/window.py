@@ -13,14 +13,13 @@ from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
 from attnops_caches.create import TokenOptions, create_rows, create_store
-from attnops_caches.dense import read_blocks, take_rows
+from attnops_caches.dense import RowCache
 from attnops_caches.layout import check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
-from attnops_caches.stored import StoredCache
-from attnops_caches.tokens import Contents, Pending, Planned
+from attnops_caches.tokens import Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -29,12 +28,15 @@ if TYPE_CHECKING:
 @serialised(placement=PLACEMENT)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WindowCache(StoredCache):
+class WindowCache(RowCache):
     """A ring of R slots for each sequence; the token of index i is in slot i mod R. See `Cache`.
 
     A query sees the last ``window`` tokens, itself included: the window belongs to every call over this cache, as if
     ``mask & SlidingWindow(window - 1, None)`` were given over a `DenseCache`. Masks and biases with an array by key are
     refused, since positions grow beyond the slots.
+
+    An append of more than ``max_append`` tokens per row raises a `ValueError`; if packed rows are traced, the tokens of
+    a run beyond these don't fit.
 
     Attributes:
         written: one more than the largest index that was ever written, int32 [B].
@@ -46,7 +48,7 @@ class WindowCache(StoredCache):
     window: int = dataclasses.field(metadata={"static": True})
     max_append: int = dataclasses.field(metadata={"static": True})
 
-    by_row: ClassVar[tuple[str, ...]] = (*StoredCache.by_row, "written")
+    by_row: ClassVar[tuple[str, ...]] = (*RowCache.by_row, "written")
     storage: ClassVar[str] = "WindowCache"
     unbounded: ClassVar[bool] = True
 
@@ -78,41 +80,9 @@ class WindowCache(StoredCache):
         rows = create_rows(batch, starts, tokens.get("layers"))
         return cls(store=store, **rows, written=jnp.zeros_like(rows["lengths"]), window=window, max_append=max_append)
 
-    @property
-    def length(self) -> int:
-        return self.store.slots
-
-    def append(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
-    ) -> Self:
-        """See `Cache.append`. If packed rows are traced, tokens of a run beyond ``max_append`` don't fit.
-
-        Raises:
-            ValueError: known to be more than ``max_append`` tokens per row; see `Cache.append`.
-        """
-        self._check_append(key, rows)
-        return super().append(key, value, lengths, rows)
-
-    def pending(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
-    ) -> Pending[Self]:
-        """See `Cache.pending`.
-
-        Raises:
-            ValueError: see `append`.
-        """
-        self._check_append(key, rows)
-        return super().pending(key, value, lengths, rows)
-
-    def _check_append(self, key: ArrayLike, rows: Rows | None) -> None:
+    def _new(
+        self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rows | None]:
         shape: tuple[int, ...] = getattr(key, "shape", ())
         most = _longest_run(shape[1] if len(shape) == 4 else 0, rows)
         if self.max_append < most:
@@ -120,6 +90,7 @@ class WindowCache(StoredCache):
                 f"{most} tokens are appended at once, but the cache was created with max_append={self.max_append}: "
                 f"more would overwrite tokens that a query still sees; append in chunks, or create it with more"
             )
+        return super()._new(key, value, lengths, rows)
 
     def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
         return self.lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]
@@ -169,16 +140,6 @@ class WindowCache(StoredCache):
         last = self.written - 1
         newest = last % self.length
         return self._slots(last - newest, newest)
-
-    def read(self) -> Contents:
-        self._check_layer()
-        if self.placement is not None:
-            return self._read_placed()
-        return Contents(*read_blocks(self), *self.positions())
-
-    def take_rows(self, rows: ArrayLike) -> Self:
-        """See `DenseCache.take_rows`."""
-        return take_rows(self, rows)
 
 
 def _longest_run(T: int, rows: Rows | None) -> int:

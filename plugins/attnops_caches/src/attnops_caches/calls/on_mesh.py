@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
     from attnops.typing import Leaf, Options
     from attnops_caches.base import Cache, CacheType
+    from attnops_caches.calls.run import CallOfShard
     from attnops_caches.tokens import NewTokens
 
 # Up to so many queries, partial softmaxes are all-gathered: one exchange, of more bytes than the two reductions.
@@ -101,7 +102,7 @@ def find_cache_boundary(
         # Masks were bound to all slots of a row, so that each device has all of them.
         placement = dataclasses.replace(placement_of(cache, chosen, rules, by_page=False), slots=None)
     else:
-        placement = given.free() or unsharded
+        placement = cache.active_placement or unsharded
     dividing = functools.partial(dividing_axes, chosen, free)
     axes_of = functools.partial(rule_axes, rules, request.mode)
     heads = placement.kv_heads
@@ -125,34 +126,15 @@ def find_cache_boundary(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class CachedForward:
-    """What one device computes.
-
-    Attributes:
-        whole: from query, cache and options: attention over all keys of its rows.
-        partial: from the same, without sinks and flags: the partial softmax over some of the keys.
-        stepped: from query, cache, options and new tokens: attention, and the cache with the tokens written.
-        option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
-        key: all that they depend on besides their arguments, the key of cached programs; None: programs are not cached.
-    """
-
-    whole: Callable[..., OperationOutput]
-    partial: Callable[..., PartialSoftmax]
-    stepped: Callable[..., tuple[OperationOutput, Cache]]
-    option_axes: Mapping[str, str]
-    key: Hashable | None
-
-
 def run_cached(
-    boundary: Boundary, forward: CachedForward, query: jax.Array, cache: CacheType, options: Options, is_packed: bool,
+    boundary: Boundary, of_shard: CallOfShard, query: jax.Array, cache: CacheType, options: Options, is_packed: bool,
     new: NewTokens | None = None,
 ) -> tuple[OperationOutput, CacheType]:  # fmt: skip
     """Attention over a cache, each device computing its shard; and the cache with new tokens.
 
     Args:
         boundary: a `CacheBoundary`.
-        forward: the computation of one device.
+        of_shard: the computation of one device.
         query: [B, T, H, D]; for packed rows [1, N, H, D].
         cache: the cache.
         options: bound to slots, see `attnops_caches.calls.bind`.
@@ -163,7 +145,7 @@ def run_cached(
         UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
     """
     assert isinstance(boundary, CacheBoundary)
-    placement = boundary.placement
+    placement, option_axes = boundary.placement, of_shard.operation.option_axes
     if is_packed:
         check_packed(placement)
     keys = placement.batch if is_packed else placement.slots
@@ -171,7 +153,7 @@ def run_cached(
         _check_partial(keys, options)
     entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads, "s": keys}
     sizes = {"b": query.shape[0], "h": query.shape[2], "k": cache.kv_heads}
-    specs = option_specs(entries, sizes, options, forward.option_axes)
+    specs = option_specs(entries, sizes, options, option_axes)
     if isinstance(bias := options.get("bias"), SlotBias):
         specs["bias"] = _bias_specs(bias, entries)
     by_query = PartitionSpec(boundary.batch, None, boundary.heads)
@@ -182,19 +164,16 @@ def run_cached(
     fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
     wanted = wanted_fields(options)
     group = query.shape[2] // cache.kv_heads
-    kv_head_axes = by_kv_head(options, forward.option_axes)
     names = () if new is None else tuple(new.tokens)
     held: Any = cache_specs
     written = [getattr(held.store, name) for name in names]
-    local = _Local(
-        forward, operands.template, wanted, names, placement, boundary.batch, boundary.heads, keys, group,
-        kv_head_axes,
-    )  # fmt: skip
+    static = (wanted, names, keys, group, by_kv_head(options, option_axes))
+    local = _Local(of_shard, operands.template, boundary, *static)
     where = mesh_arguments(boundary.mesh)
-    static = (wanted, names, placement, boundary.batch, boundary.heads, keys, group, kv_head_axes)
-    key = None
-    if forward.key is not None:
-        key = program_key(forward.key, boundary, operands.template, options, where, static)
+    key = of_shard.key
+    if key is not None:
+        static_key = (placement, boundary.batch, boundary.heads, *static)
+        key = program_key(key, boundary, operands.template, options, where, static_key)
     # Nothing is differentiated, and kernels may have carries that don't vary as the check wants.
     outs = *(fields[name] for name in wanted), *written
     program = ShardedProgram(local, tuple(operands.specs), outs, False, where, key)
@@ -214,7 +193,7 @@ def may_step(boundary: Boundary, cache: Cache) -> bool:
     is, and the context of a row must be on one device.
     """
     assert isinstance(boundary, CacheBoundary)
-    free = None if cache.placement is None else cache.placement.free()
+    free = cache.active_placement
     return free is not None and free == boundary.placement and free.slots is None and free.kv_heads == boundary.heads
 
 
@@ -223,24 +202,21 @@ class _Local:
     """The computation of one device; holds no operand.
 
     Attributes:
-        forward: attention of one device.
+        of_shard: attention of one device.
         template: the call's arguments without its operands.
+        boundary: how the call is sharded.
         wanted: the fields of the output that the call asks for.
         written: the arrays of the cache's store that are returned too, with new tokens.
-        placement: how the cache is sharded.
-        batch, heads: the mesh axes that shard the query.
         keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
         group: query heads per kv head, in the whole call.
         by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
     """
 
-    forward: CachedForward
+    of_shard: CallOfShard
     template: Template
+    boundary: CacheBoundary
     wanted: tuple[str, ...]
     written: tuple[str, ...]
-    placement: Placement
-    batch: Entry
-    heads: Entry
     keys: Entry
     group: int
     by_kv_head: tuple[tuple[str, int], ...]
@@ -248,10 +224,10 @@ class _Local:
     def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
         """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
         (query, cache, new), rest = self.template.filled(arrays)
-        shard_cache: Any = self.placement.local(cache)
-        shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
-                      query.shape[0], query.shape[2])  # fmt: skip
-        if self.placement.kv_heads != self.heads:
+        boundary, (B, _, H, _) = self.boundary, query.shape
+        shard_cache: Any = boundary.placement.local(cache)
+        shard = Shard(first_index(boundary.batch, B), first_index(boundary.heads, H), B, H)
+        if boundary.kv_heads != boundary.heads:
             shard_cache = _with_heads(shard_cache, shard, self.group)
             for name, axis in self.by_kv_head:
                 rest[name] = jax.tree.map(
@@ -262,13 +238,13 @@ class _Local:
         if isinstance(bias := rest.get("bias"), SlotBias):
             rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
         if new is not None:
-            output, shard_cache = self.forward.stepped(query, shard_cache, rest, new)
+            output, shard_cache = self.of_shard.step(query, shard_cache, rest, new)
             return *fields_of(output, self.wanted), *(getattr(shard_cache.store, name) for name in self.written)
         if self.keys is None:
-            return fields_of(self.forward.whole(query, shard_cache, rest), self.wanted)
+            return fields_of(self.of_shard.attend(query, shard_cache, rest), self.wanted)
         sinks = rest.pop("sinks", None)
         rest.pop("return_lse", None)
-        part = joined(self.forward.partial(query, shard_cache, rest), self.keys)
+        part = joined(self.of_shard.partial(query, shard_cache, rest), self.keys)
         if sinks is not None:
             part = with_sinks(part, sinks)
         return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), self.wanted)

@@ -62,7 +62,6 @@ class CacheRequest(SourceRequest):
         return operation.own_reasons(forward, over_arrays(request))
 
     def use(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> CacheUse:
-        """See `attnops.dispatch.source.SourceRequest.use`."""
         reasons = tuple(in_place_reasons(operation, forward, request))
         steps = tuple(step_reasons(operation, forward, request))
         return CacheUse(forward, reasons, bytes_read(request) if reasons else 0, steps)
@@ -118,7 +117,6 @@ class CacheUse(SourceUse):
 
     @property
     def reads(self) -> str:
-        """See `attnops.dispatch.source.SourceUse.reads`."""
         if not self.read_reasons:
             return f"reads the cache in place (forward_{self.forward})"
         why = "; ".join(str(reason) for reason in self.read_reasons)
@@ -126,7 +124,6 @@ class CacheUse(SourceUse):
 
     @property
     def steps(self) -> str:
-        """See `attnops.dispatch.source.SourceUse.steps`."""
         if not self.step_reasons:
             return (
                 "op.step writes the tokens in the kernel; before it where a mesh shards the context, or shards kv "

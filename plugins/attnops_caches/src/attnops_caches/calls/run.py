@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from attnops.dispatch.result import check_output
 from attnops.output import OperationOutput
 from attnops.softmax import PartialSoftmax
 from attnops_caches.calls.bind import arrays_of, attention_request
-from attnops_caches.calls.on_mesh import CachedForward, run_cached
+from attnops_caches.calls.on_mesh import run_cached
 from attnops_caches.calls.reader import cache_of, in_place_reasons, reader_of
 
 if TYPE_CHECKING:
@@ -52,16 +52,9 @@ def _sharded(
 ) -> tuple[OperationOutput, Cache]:  # fmt: skip
     assert call.boundary is not None
     request = attention_request(call)
-    key = operation.program_key(forward)
-    shard = CachedForward(
-        functools.partial(_whole, operation, forward, request),
-        functools.partial(_partial, operation, forward, request),
-        functools.partial(_stepped, operation, forward, request),
-        operation.option_axes,
-        None if key is None else (key, forward, request),
-    )
     query, cache = call.args
-    output, cache = run_cached(call.boundary, shard, query, cache, call.options, cache_of(request).is_packed, new)
+    of_shard = CallOfShard(operation, forward, request)
+    output, cache = run_cached(call.boundary, of_shard, query, cache, call.options, cache_of(request).is_packed, new)
     return call.boundary.typed(output), cache
 
 
@@ -108,54 +101,62 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
     return poisoned_out
 
 
-def _whole(
-    operation: OperationImpl, forward: str, request: AttentionRequest, query: jax.Array, cache: Cache,
-    options: dict[str, Any],
-) -> OperationOutput:  # fmt: skip
-    """A device's shard of a call, from its query, cache and options."""
-    call = _of_device(request, query, cache, options)
-    return _checked(operation, call, _on_device(operation, forward, call))
+class CallOfShard(NamedTuple):
+    """A call over a cache as each device computes it from its query, its shard of the cache, and options.
 
+    Attributes:
+        operation: the operation.
+        forward: the name of its forward.
+        request: the description of the whole call.
+    """
 
-def _stepped(
-    operation: OperationImpl, forward: str, request: AttentionRequest, query: jax.Array, cache: Cache,
-    options: dict[str, Any], new: NewTokens,
-) -> tuple[OperationOutput, Cache]:  # fmt: skip
-    """A device's shard of a step, from its query, cache, options and new tokens."""
-    call = _of_device(request, query, cache, options)
-    output, cache = step_over_cache(operation, forward, call, new)
-    return _checked(operation, call, output), cache
+    operation: OperationImpl
+    forward: str
+    request: AttentionRequest
 
+    @property
+    def key(self) -> Hashable | None:
+        """All that it depends on besides its arguments, the key of cached programs; None: they are not cached."""
+        key = self.operation.program_key(self.forward)
+        return None if key is None else (key, self.forward, self.request)
 
-def _partial(
-    operation: OperationImpl, forward: str, request: AttentionRequest, query: jax.Array, cache: Cache,
-    options: dict[str, Any],
-) -> PartialSoftmax:  # fmt: skip
-    """The partial softmax over the keys that a device has."""
-    call = _of_device(request, query, cache, options)
-    if in_place_reasons(operation, forward, attention_request(call)):
-        args, given = arrays_of(call)
-        return _in_bthd(operation).partial(*args, **given)
-    call = call._replace(options=options | {"return_lse": True})
-    output = _checked(operation, call, _on_device(operation, forward, call))
-    assert output.logsumexp is not None
-    out = output.attention_outputs.astype(jnp.float32)
-    return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
+    def attend(self, query: jax.Array, cache: Cache, options: dict[str, Any]) -> OperationOutput:
+        """Attention over all keys of its rows."""
+        call = self._call(query, cache, options)
+        return self._checked(call, _on_device(self.operation, self.forward, call))
 
+    def step(
+        self, query: jax.Array, cache: Cache, options: dict[str, Any], new: NewTokens
+    ) -> tuple[OperationOutput, Cache]:
+        """Attention, and the shard with new tokens written."""
+        call = self._call(query, cache, options)
+        output, cache = step_over_cache(self.operation, self.forward, call, new)
+        return self._checked(call, output), cache
 
-def _of_device(request: AttentionRequest, query: jax.Array, cache: Cache, options: dict[str, Any]) -> Call:
-    source = cache_of(request)
-    slots = cache.length * (cache.batch if source.is_packed else 1)
-    local = request.replace(
-        source=dataclasses.replace(source, rows=cache.batch),
-        batch=query.shape[0], heads=query.shape[2], kv_heads=cache.kv_heads, key_length=slots,
-        mask_structure=request.mask_structure, options=request.options & frozenset(options),
-    )  # fmt: skip
-    return Call(local, (query, cache), options)
+    def partial(self, query: jax.Array, cache: Cache, options: dict[str, Any]) -> PartialSoftmax:
+        """The partial softmax over the keys that it has; options without sinks and flags."""
+        call = self._call(query, cache, options)
+        if in_place_reasons(self.operation, self.forward, attention_request(call)):
+            args, given = arrays_of(call)
+            return _in_bthd(self.operation).partial(*args, **given)
+        call = call._replace(options=options | {"return_lse": True})
+        output = self._checked(call, _on_device(self.operation, self.forward, call))
+        assert output.logsumexp is not None
+        out = output.attention_outputs.astype(jnp.float32)
+        return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
 
+    def _call(self, query: jax.Array, cache: Cache, options: dict[str, Any]) -> Call:
+        source = cache_of(self.request)
+        local = self.request.replace(
+            source=dataclasses.replace(source, rows=cache.batch),
+            batch=query.shape[0], heads=query.shape[2], kv_heads=cache.kv_heads,
+            key_length=cache.length * (cache.batch if source.is_packed else 1),
+            mask_structure=self.request.mask_structure, options=self.request.options & frozenset(options),
+        )  # fmt: skip
+        return Call(local, (query, cache), options)
 
-def _checked(operation: OperationImpl, call: Call, output: OperationOutput) -> OperationOutput:
-    return check_output(type(operation).__name__, shapes_of(call), call.options, output)
+    def _checked(self, call: Call, output: OperationOutput) -> OperationOutput:
+        return check_output(type(self.operation).__name__, shapes_of(call), call.options, output)
 
 
 def _in_bthd(operation: OperationImpl) -> OperationImpl:

@@ -42,8 +42,8 @@ class Step(NamedTuple, Generic[CacheType]):
     Attributes:
         operation: what attends.
         query: [B, T, H, D] in the operation's layout; for packed rows [1, N, H, D].
-        key: [B, T, K, D], in the layout "BTHD"; for packed rows [1, N, K, D].
-        value: [B, T, K, Dv]; None for a cache that stores none.
+        key: [B, T, K, D]; for packed rows [1, N, K, D]; as `step` is given it, in the operation's layout.
+        value: [B, T, K, Dv], likewise; None for a cache that stores none.
         cache: the cache before these tokens.
         query_lengths: how many of each row's tokens are real, integers [B]; None for all.
         rows: which packed tokens belong to which row; None for a batch.
@@ -74,28 +74,19 @@ class Step(NamedTuple, Generic[CacheType]):
                                       **self.options)  # fmt: skip
 
 
-def step(
-    operation: OperationImpl,
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike | None,
-    cache: CacheType,
-    query_lengths: ArrayLike | None,
-    rows: Rows | None,
-    options: Mapping[str, Any],
-) -> tuple[OperationOutput, CacheType]:
-    """The output and the cache of `Cache.step`; the arguments are those of `Step`, key and value as they are given.
+def step(given: Step[CacheType]) -> tuple[OperationOutput, CacheType]:
+    """The output and the cache of `Cache.step`.
 
     Raises:
         ValueError: a query of another length than the key; see also `Cache.append`.
     """
-    if operation.metadata.layout == "BHTD":
-        key = swap_heads("key", check_array("key", key))
+    if given.operation.metadata.layout == "BHTD":
+        key, value = swap_heads("key", check_array("key", given.key)), given.value
         value = None if value is None else swap_heads("value", check_array("value", value))
-    shape = jnp.shape(key)
-    if options.get("mask") is None and rows is None and len(shape) == 4 and shape[1] > 1:
+        given = given._replace(key=key, value=value)
+    shape = jnp.shape(given.key)
+    if given.options.get("mask") is None and given.rows is None and len(shape) == 4 and shape[1] > 1:
         _warn_of_later_tokens()
-    given = Step(operation, query, key, value, cache, query_lengths, rows, options)
     return fused(given) or appended(given)
 
 

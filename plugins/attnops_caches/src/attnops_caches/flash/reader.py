@@ -29,7 +29,6 @@ class NativeFlashReader(CacheReader):
     limits: ClassVar[CacheLimits] = CacheLimits(storages=None, codecs=CODECS, latent=True, packed=True)
 
     def unsupported(self, operation: FlashAttention, request: AttentionRequest) -> Iterable[Reason]:
-        """See `CacheReader.unsupported`."""
         if not cache_of(request).has_loader:
             yield Reason("cache", cache_of(request).storage, "has no loader of tiles", "define its loader()")
 

@@ -97,7 +97,6 @@ class PackedByRow(Mask):
 
     @property
     def q_rows(self) -> jax.Array:
-        """See `Packed.q_rows`."""
         assert isinstance(self.exists, Segments)
         return _rows_here(self.exists, self.rows)
 
@@ -116,7 +115,6 @@ class PackedByRow(Mask):
         return Dense(jnp.broadcast_to(allowed, (*allowed.shape[:2], *shape[2:])))
 
     def of_tiles(self, queries: jax.Array, exists: jax.Array, row: jax.Array, slots: Slots) -> Mask:
-        """See `Packed.of_tiles`."""
         rows = row + jnp.asarray(self.rows)[0, 0]
         return And(OfRows(self.mask, rows, queries), _of_tiles(queries, exists, slots))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +17,7 @@ def offset(text: str, **variables: int) -> int:
     return int(eval(text.replace(".to(tl.int64)", ""), {}, {"x_ptr": 0, "y_ptr": 0, **variables}))
 
 
-@pytest.mark.parametrize(("B", "H"), itertools.product((1, 2), (1, 3)))
+@pytest.mark.parametrize(("B", "H"), [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_pointers_are_those_of_the_batch_and_head_or_of_what_they_share(B: int, H: int) -> None:
     array = np.arange(B * H * 5).reshape(B, H, 5)
     text = base(SourceWriter(), "x", str(int(B > 1)), H, "5")

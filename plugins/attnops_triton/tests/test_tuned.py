@@ -136,7 +136,7 @@ def test_tuning_writes_the_fastest_tiles_that_fit_and_the_times_of_both_operatio
     assert found["forward"] == (forward.bq // 2, forward.bk, forward.warps, forward.stages)
     assert found["by_query"] == (by_query.bq // 2, by_query.bk, by_query.warps, by_query.stages)
     assert found["by_key"] == (by_key.bq // 2, by_key.bk, by_key.warps, by_key.stages)
-    calls = {*measured.CALLS.values(), *measured.OF_CUDNN.values()}
+    calls = {*measured.CALLS.values(), *measured.CUDNN_CALLS.values()}
     assert {what for what, tiles in found.items() if not tiles} == calls
     assert all(not one or (one[1].stages < 3 and one[1].warps == 8) for one in tried), "what does not fit is not timed"
 

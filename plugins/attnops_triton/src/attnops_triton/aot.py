@@ -24,7 +24,7 @@ from attnops_triton.targets import TARGETS, capability, is_amd, target
 if TYPE_CHECKING:
     from attnops.typing import Function, PyTree
 
-# Instructions that multiply (matrices, or numbers in float32), and the load from tensor memory.
+# Instructions that multiply matrices or float32 numbers, and the load from tensor memory.
 PRODUCTS: Final = ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA", "FFMA", "FFMA2", "LDTM")
 
 
@@ -36,8 +36,8 @@ class Binary:
         registers: registers per thread.
         spilled: bytes of local memory per thread; on AMD the number of spilled registers.
         shared: bytes of shared memory per program.
-        instructions: the number of occurrences by instruction's name, up to its first dot.
-        loops: the same for each innermost loop with one of `PRODUCTS`, in the order of the code; empty on AMD.
+        instructions: the number of occurrences of each instruction, by its name up to the first dot.
+        loops: these numbers for each innermost loop that has one of `PRODUCTS`, in the order of the code; empty on AMD.
         text: PTX; on AMD the assembly.
     """
 
@@ -52,7 +52,7 @@ class Binary:
     def loop(self) -> collections.Counter[str]:
         """The instructions of the loop over FULL tiles; empty on AMD.
 
-        It is the loop with the fewest instructions; in specialised kernels, of the loops with exponentials.
+        It is the loop with the fewest instructions among those with exponentials, or among all if none has any.
         """
         loops = [loop for loop in self.loops if loop["MUFU"]] or self.loops
         return min(loops, key=lambda loop: sum(loop.values()), default=collections.Counter())
@@ -99,11 +99,11 @@ def _nvidia(program: CompiledKernel, arch: str, ptxas: Path | None) -> Binary:
         source.write_bytes(program.code)
         # The same options as jaxlib's.
         accelerated = "a" if capability(arch) >= 90 else ""
-        given = (str(source), "-o", str(binary), f"-arch={arch}{accelerated}")
+        options = (str(source), "-o", str(binary), f"-arch={arch}{accelerated}")
         if ptxas is None:
-            _run("ptxas-blackwell" if capability(arch) >= 90 else "ptxas", *given)
+            _run("ptxas-blackwell" if capability(arch) >= 90 else "ptxas", *options)
         else:
-            subprocess.run([str(ptxas), *given], check=True, capture_output=True, text=True)
+            subprocess.run([str(ptxas), *options], check=True, capture_output=True, text=True)
         usage = _run("cuobjdump", "--dump-resource-usage", str(binary))
         code = _run("nvdisasm", "-c", str(binary))
     registers = int(re.findall(r"REG:(\d+)", usage)[-1])
@@ -124,9 +124,9 @@ def _inner_loops(lines: list[str]) -> tuple[collections.Counter[str], ...]:
             labels[match[1]] = i
         if (match := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(match[1], i) < i:
             loops.append((labels[match[1]], i))
-    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
-    counted = [_count(lines[first : last + 1]) for first, last in sorted(inner)]
-    return tuple(c for c in counted if any(c[name] for name in PRODUCTS))
+    inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    counts = [_count(lines[first : last + 1]) for first, last in sorted(inner)]
+    return tuple(count for count in counts if any(count[name] for name in PRODUCTS))
 
 
 def _count(lines: list[str]) -> collections.Counter[str]:

@@ -8,13 +8,13 @@ from typing import Final
 
 from attnops.kernels import TraceContext
 
-# Bytes of shared memory that one program may use, for the targets for which all tile sizes in the table were compiled.
+# Bytes of shared memory that one program may use. Each tile size of the table was compiled for each of these targets.
 SHARED_MEMORY: Final = {
     "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10,
     "sm_120": 99 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10,
 }  # fmt: skip
 
-# Targets with the tiles and the shared memory of another one.
+# Targets that have the tile sizes and the shared memory of another target.
 LIKE: Final = {"sm_103": "sm_100"}
 # All targets that can be named.
 TARGETS: Final = (*SHARED_MEMORY, *LIKE)
@@ -24,16 +24,16 @@ _MULTIPROCESSORS: Final = {
     "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256,
 }  # fmt: skip
 
-# For an NVIDIA target, the first CUDA release whose assembler knows it, and the PTX version of that release. Newer
-# assemblers read older PTX, so that every assembler that knows the target can assemble a program in this version.
-_FIRST: Final = {
+# By compute capability, the first CUDA release whose assembler knows the target, and the PTX version of that release.
+# Newer assemblers read older PTX, so every assembler that knows the target can assemble a program in this version.
+_FIRST_RELEASES: Final = {
     80: ((12, 0), 80), 100: ((12, 8), 87), 103: ((12, 9), 88), 120: ((12, 8), 87), 121: ((12, 9), 88),
 }  # fmt: skip
 
-# The first CUDA release and PTX version for programs that make tensor maps, from sm_90 on.
-_MAPS: Final = ((12, 3), 83)
+# The first CUDA release and PTX version for programs that make tensor maps (sm_90 and later).
+_TENSOR_MAP_RELEASE: Final = ((12, 3), 83)
 
-# AMD's data centre GPUs, with matrix cores and 64 lanes per wave; RDNA has 32, and other matrix instructions.
+# AMD's data centre GPUs, with matrix cores and 64 lanes per wave. RDNA has 32 lanes and other matrix instructions.
 CDNA: Final = ("gfx90a", "gfx942", "gfx950")
 
 # Targets with tensor memory for the results of products.
@@ -44,7 +44,7 @@ _TARGET: TraceContext[str] = TraceContext("attnops-triton:target", "")
 
 
 def current() -> str:
-    """The architecture of `target`; empty outside of it, for this machine's GPU."""
+    """The architecture that `target` selects; empty if none is, and kernels are compiled for this machine's GPU."""
     return str(_TARGET.value)
 
 
@@ -53,7 +53,7 @@ def target(arch: str) -> Iterator[None]:
     """A context in which kernels are compiled for an architecture, to export from a host without a GPU.
 
     Args:
-        arch: such as ``"sm_90"``.
+        arch: one of `TARGETS`, such as ``"sm_90"``.
 
     Raises:
         ValueError: the architecture is unknown.
@@ -85,13 +85,13 @@ def wave_size(arch: str) -> int:
 
 
 def multiprocessors(arch: str) -> int:
-    """Multiprocessors of the largest GPU of a target; 132 for an unknown target, 1 without one."""
+    """Multiprocessors of the largest GPU of a target; 132 if it is unknown, 1 if ``arch`` is empty."""
     return _MULTIPROCESSORS.get(LIKE.get(arch, arch), 132) if arch else 1
 
 
 def first_cuda(arch: str) -> tuple[int, int]:
     """The first CUDA release that can assemble for an NVIDIA architecture."""
-    return _first(arch)[0]
+    return _first_release(arch)[0]
 
 
 def ptx_version(arch: str, maps: bool = False) -> int:
@@ -101,13 +101,13 @@ def ptx_version(arch: str, maps: bool = False) -> int:
         arch: the architecture.
         maps: whether a program makes tensor maps.
     """
-    return 0 if is_amd(arch) else max(_first(arch)[1], _MAPS[1] * maps)
+    return 0 if is_amd(arch) else max(_first_release(arch)[1], _TENSOR_MAP_RELEASE[1] * maps)
 
 
 def first_cuda_of_maps() -> tuple[int, int]:
     """The first CUDA release that can assemble programs that make tensor maps."""
-    return _MAPS[0]
+    return _TENSOR_MAP_RELEASE[0]
 
 
-def _first(arch: str) -> tuple[tuple[int, int], int]:
-    return _FIRST[max(known for known in _FIRST if known <= max(80, capability(arch)))]
+def _first_release(arch: str) -> tuple[tuple[int, int], int]:
+    return _FIRST_RELEASES[max(known for known in _FIRST_RELEASES if known <= max(80, capability(arch)))]

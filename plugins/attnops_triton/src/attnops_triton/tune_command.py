@@ -1,4 +1,4 @@
-"""`attnops tune`: measure tile sizes on this machine's GPU, into a table that `attnops_triton.tuned` reads."""
+"""`attnops tune` measures tile sizes on this machine's GPU and writes a table that `attnops_triton.tuned` reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnops_triton.flash.tune import run
 MASKS: Final = ("full", "causal")
 
 
-# A parameter for each option of the command line, which typer reads from the signature.
+# typer makes a command-line option of each parameter.
 def command(
     dtype: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="bfloat16")] = None,
     head_dim: Annotated[
@@ -24,14 +24,16 @@ def command(
     mask: Annotated[
         list[str] | None, typer.Option(help="full or causal; may be repeated.", show_default="both")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="The table to write; its rows are kept if it is there.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The table to write; the rows of an existing table are kept.")
+    ] = None,
     merge: Annotated[list[Path] | None, typer.Option(help="A table whose rows are added; may be repeated.")] = None,
     dry: Annotated[str, typer.Option(metavar="ARCH", help="Compile for a GPU, such as sm_90; time nothing.")] = "",
 ) -> None:
-    """Time tile sizes of attnops-triton near the default ones, and cuDNN, and write a table of the fastest.
+    """Time tile sizes near the defaults of attnops-triton, and cuDNN, and write a table of the fastest.
 
-    Runs before a model does, not while it runs: without a table nothing is measured. With `--merge` alone it joins
-    tables.
+    Run it before a model: a model measures nothing while it runs. With `--merge` tables are joined and nothing is
+    timed.
     """
     if unknown := set(mask or ()) - set(MASKS):
         fail(f"mask={min(unknown)!r} must be one of {list(MASKS)}", 2)

@@ -1,7 +1,7 @@
-"""Measured times: which tiles are fastest on a device, and which operation.
+"""Tables of measured times: the fastest tile sizes and the fastest operation on a device.
 
 `attnops tune` writes such tables; ``$ATTNOPS_TRITON_TUNED`` names the files to read, joined by ``:``. A table is JSON
-with one row per line, sorted, so that two tables can be compared and merged as text. Nothing is measured when a model
+with one row per line, sorted, so that two tables can be compared and merged as text. Nothing is measured while a model
 runs.
 """
 
@@ -26,15 +26,15 @@ class MeasuredTime:
 
     Attributes:
         device: JAX's name of the device, such as ``"NVIDIA H100 80GB HBM3"``.
-        what: a kernel, "forward", "by_query" or "by_key"; or a call of an operation, such as
+        what: a kernel ("forward", "by_query" or "by_key"), or a call of an operation, such as
             ``"attnops-triton:flash, backward"``.
         dtype: the dtype of query, key and value.
         head_dim: D.
         value_head_dim: Dv.
         mask: "full" or "causal".
         length: T and S.
-        tiles: (bq, bk, warps, stages) of a kernel, and 1 of a specialised one; empty for a call.
-        seconds: the time of a call.
+        tiles: (bq, bk, warps, stages) of a kernel, followed by 1 if it is specialised; empty for a call.
+        seconds: the measured time.
     """
 
     device: str
@@ -49,7 +49,7 @@ class MeasuredTime:
 
     @property
     def measured(self) -> tuple[object, ...]:
-        """What was measured: all fields but ``tiles`` and ``seconds``."""
+        """What was measured: all fields except ``tiles`` and ``seconds``."""
         return (
             self.device, self.what, self.dtype, self.head_dim, self.value_head_dim, self.mask, self.length,
         )  # fmt: skip
@@ -94,12 +94,15 @@ def installed() -> tuple[MeasuredTime, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _installed(paths: str) -> tuple[MeasuredTime, ...]:
-    found = [Path(path) for path in paths.split(os.pathsep) if path]
-    return tuple(merge(row for path in found if path.is_file() for row in read(path)))
+    files = [Path(path) for path in paths.split(os.pathsep) if path]
+    return tuple(merge(row for path in files if path.is_file() for row in read(path)))
 
 
 def tiles(device: str, kernel: str, dtype: str, head_dim: int, value_head_dim: int) -> tuple[int, ...]:
-    """The fastest tiles of a kernel, at the longest length that was measured, causal first; empty if none was."""
+    """The fastest tiles of a kernel at the longest measured length; empty if the kernel was not measured.
+
+    If both masks were measured at that length, the causal row decides.
+    """
     rows = [
         row
         for row in installed()
@@ -110,9 +113,9 @@ def tiles(device: str, kernel: str, dtype: str, head_dim: int, value_head_dim: i
 
 
 def fastest(device: str, calls: tuple[str, ...], dtype: str, head_dim: int, mask: str, length: int) -> str:
-    """The fastest of some calls, at the nearest length at which all of them were measured; empty if there is none.
+    """The fastest of ``calls`` at the measured length nearest to ``length``; empty if there is no such length.
 
-    Lengths that differ from ``length`` by more than a factor of 2 are ignored.
+    Only lengths at which all calls were measured are considered, and only within a factor of 2 of ``length``.
     """
     times = {
         (row.length, row.what): row.seconds

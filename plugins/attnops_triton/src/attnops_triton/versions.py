@@ -1,4 +1,4 @@
-"""Whether Triton and JAX are installed in versions that work. Imports neither."""
+"""Checks the installed versions of Triton and JAX. This module imports neither."""
 
 from __future__ import annotations
 

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from triton_plans import make_plan
 
 from attnops.biases import RelativePosition
 from attnops.masks import Causal, Coverage, Lengths, Mask, MaskFn, SlidingWindow
 from attnops_testing.corners import agree, draw
 from attnops_testing.runner import Subject
-from attnops_triton.flash.bits import is_translatable
+from attnops_triton.flash.bits import bits_function, bits_map_shape, is_translatable
+from attnops_triton.flash.plan import TileSizes
 from attnops_triton.flash.tile_schedule import ScheduleLayout, TileSchedule, tile_schedule
 
 INTERPRETED = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
@@ -107,3 +109,24 @@ def test_bits_of_partial_tiles_alone() -> None:
     assert schedule.first.tolist() == [0, 1, 2]
     tile_schedule(coverage.swapaxes(2, 3), ScheduleLayout.LISTED, bits_of, by_key=True)
     assert seen[-1][2:] == [[0, 1, 2, 2], [0, 1, 1, 2]], "queries and keys, row by row of keys"
+
+
+@pytest.mark.parametrize("bk", [16, 32, 64])
+def test_bit_k_of_a_word_is_key_k_and_ends_repeat_the_last_token(bk: int) -> None:
+    plan = make_plan(B=B, H=H, T=T, S=S)
+    mask = MaskFn(by_head).bind(B, H, T, S)
+    tiles = [(0, 1, 0, 0), (1, 3, 2, (S - 1) // bk)]
+    words = np.asarray(bits_function(mask, plan, TileSizes(16, bk, 4, 1))(*np.transpose(tiles)))
+    assert words.dtype == np.int32
+    dense = np.broadcast_to(np.asarray(mask.dense(B, H, T, S)), (B, H, T, S))
+    for (b, h, q_tile, kv_tile), tile in zip(tiles, words, strict=True):
+        q = np.minimum(16 * q_tile + np.arange(16), T - 1)
+        kv = np.minimum(bk * kv_tile + np.arange(bk), S - 1)
+        bits = tile.astype(np.uint32)[:, np.arange(bk) // 32] >> (np.arange(bk) % 32).astype(np.uint32) & 1
+        np.testing.assert_array_equal(bits, dense[b, h][q[:, None], kv])
+
+
+def test_a_mask_has_bits_for_the_batches_and_heads_that_it_depends_on() -> None:
+    plan = make_plan(B=B, H=H, T=T, S=S)
+    shapes = [bits_map_shape(MASKS[name].bind(B, H, T, S), plan) for name in ("everywhere", "by batch and head")]
+    assert shapes == [(1, 1), (B, H)]

@@ -118,7 +118,7 @@ def test_simulated_blackwells_backward_is_right(
 def held_up(name: str, half: int) -> tuple[str, str]:
     """A replacement that makes one half later than the other."""
     wait = f"mbarrier.wait({name}_ready.index(0), done & 1)\n"
-    return wait, wait.rstrip() + f"; own == {half} and pause()\n"
+    return wait, wait.rstrip() + f"; group == {half} and pause()\n"
 
 
 # By kernel.
@@ -131,7 +131,7 @@ MISTAKES_OF_BACKWARD = {
     "ds of a half is not waited for": (
         "query", "mbarrier.wait(ds_ready.index(1), (done - 1) & 1)", "pass", *held_up("dp", 1)
     ),
-    "ds never comes": ("query", "mbarrier.arrive(ds_ready.index(own))", "pass"),
+    "ds never comes": ("query", "mbarrier.arrive(ds_ready.index(group))", "pass"),
     "dq is not waited for": ("query", "mbarrier.wait(finished.index(0), 0)", "pass"),
     "products of ds free nothing": ("query", "mbarriers=[k_free.index(before)]", "mbarriers=[]"),
     "buffers are overwritten": ("query", "mbarrier.wait(k_free.index(stage), phase)", "pass"),
@@ -147,7 +147,7 @@ MISTAKES_OF_BACKWARD = {
     "weights of a half are not waited for": (
         "key", "mbarrier.wait(w_ready.index(0), done & 1)", "pass", *held_up("s", 0)
     ),
-    "weights never come": ("key", "mbarrier.arrive(w_ready.index(own))", "pass"),
+    "weights never come": ("key", "mbarrier.arrive(w_ready.index(group))", "pass"),
     "cotangents are not waited for": ("key", "mbarrier.wait(d_out_ready.index(stage), phase)", "pass"),
     "ds of a half of queries is not waited for": (
         "key", "mbarrier.wait(ds_ready.index(0), (done - 1) & 1)", "pass", *held_up("dp", 0)
@@ -205,27 +205,27 @@ KEYS_ARE_READY = "mbarrier.wait(k_ready.index(stage), phase)"
 HELD_UP_BY_KEYS = (KEYS_ARE_READY, f"pause(); {KEYS_ARE_READY}")
 MISTAKES_OF_FORWARD = {
     "the sums are read before they are there": ("mbarrier.wait(done.index(half), 0)", "pass"),
-    "scores are read before they are computed": ("mbarrier.wait(s_ready.index(own), phase)", "pass"),
+    "scores are read before they are computed": ("mbarrier.wait(s_ready.index(group), phase)", "pass"),
     "scores are multiplied without keys": ("mbarrier.wait(k_ready.index(stage), phase)", "pass"),
     "weights are multiplied without values": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
     "weights are multiplied before they are there": (
         "mbarrier.wait(w_ready.index(1), phase_of_weights)", "pass", "weights.store(",
-        "own == 1 and pause(); weights.store(",
+        "group == 1 and pause(); weights.store(",
     ),
     "queries are not waited for": ("mbarrier.wait(held.index(1), 0)", "pass"),
     "sums are scaled before it is known by what": (
-        "mbarrier.wait(alpha_ready.index(half), phase)", "pass", "alpha_tile.index(own).store(alpha)",
-        "pause(); alpha_tile.index(own).store(alpha)",
+        "mbarrier.wait(alpha_ready.index(half), phase)", "pass", "alpha_tile.index(group).store(alpha)",
+        "pause(); alpha_tile.index(group).store(alpha)",
     ),
     "weights are multiplied before sums are scaled": (
         "        if t > 0:\n", f"        {WEIGHTS_ARE_READY}\n            pause()\n            if t > 0:\n"
     ),
     "the last maximum is not waited for": (
-        "mbarrier.wait(ml_ready.index(half), 0)", "pass", "m_tile.index(own).store(m)",
-        "pause(); m_tile.index(own).store(m)",
+        "mbarrier.wait(ml_ready.index(half), 0)", "pass", "m_tile.index(group).store(m)",
+        "pause(); m_tile.index(group).store(m)",
     ),
-    "weights never come": ("mbarrier.arrive(w_ready.index(own))", "pass"),
-    "it is never known by what sums are scaled": ("mbarrier.arrive(alpha_ready.index(own))", "pass"),
+    "weights never come": ("mbarrier.arrive(w_ready.index(group))", "pass"),
+    "it is never known by what sums are scaled": ("mbarrier.arrive(alpha_ready.index(group))", "pass"),
     "products of scores tell nobody": ("mbarriers=[s_ready.index(0), k_free.index(stage)]", "mbarriers=[]"),
     "products of values tell nobody": ("mbarriers=[v_free.index(before)]", "mbarriers=[]"),
     "the last products tell nobody": ("mbarriers=[done.index(1)]", "mbarriers=[]"),
@@ -334,7 +334,7 @@ def test_explain_says_why_a_plain_kernel_serves() -> None:
     assert told(64, None, 128, arch="sm_100") == ["plain Triton (128 queries are at most 128)"] * 3
     assert told(96, None) == ["plain Triton (the head dim 96 is none of 64, 128, 256)"] * 3
     assert told(64, None, arch="sm_120") == ["plain Triton (sm_120 has no specialised ones)"] * 3
-    assert told(256, None)[2] == "plain Triton (no other for them)"
+    assert told(256, None)[2] == "plain Triton (no specialised kernel computes them)"
     operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda"))
     q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
     (line,) = explain(operation.request(q, q, q), NAME).chosen.details

@@ -111,7 +111,7 @@ MISTAKES = {
     "values are read before they are there": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
     "buffers of keys are never free": ("mbarrier.arrive(k_free.index(stage))", "pass"),
     "buffers of values are never free": ("mbarrier.arrive(v_free.index(before))", "pass"),
-    "the turn is never passed on": ("mbarrier.arrive(turn.index(1 - own))", "pass"),
+    "the turn is never passed on": ("mbarrier.arrive(turn.index(1 - group))", "pass"),
     "buffers are overwritten": ("mbarrier.wait(k_free.index(stage), phase)", "pass"),
     "scores are read before they are computed": ("s = warpgroup_mma_wait(1, deps=[s])", "pass"),
     "a buffer is free before its product is over": (
@@ -132,7 +132,7 @@ def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None) -> No
 MISTAKES_OF_DQ = {
     "ds of the other partition is not waited for": ("mbarrier.wait(ds_ready.index(0), side)", "pass"),
     "dq is added before it is there": ("mbarrier.wait(dq_ready.index(half), side)", "pass"),
-    "dq is overwritten": ("mbarrier.wait(dq_free.index(own), side ^ 1)", "pass"),
+    "dq is overwritten": ("mbarrier.wait(dq_free.index(group), side ^ 1)", "pass"),
     "the buffer of dq is never free": ("mbarrier.arrive(dq_free.index(half))", "pass"),
     "the buffer of dq is free before it was read": ("tma.store_wait(0)", "pass"),
     "dq replaces what is there": ("tma.async_atomic_add(dq_map", "tma.async_store(dq_map"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attnops.masks import Causal, Chunked, Coverage, Mask, Segments, SlidingWindow, block_map
-from attnops_triton.flash.tile_schedule import ScheduleLayout, TileSchedule, layout_of, tile_schedule
+from attnops_triton.flash.tile_schedule import ScheduleLayout, TileSchedule, every_tile, layout_of, tile_schedule
 
 MASKS = {
     "causal": Causal(),
@@ -69,3 +69,30 @@ def test_only_masks_other_than_causal_have_a_list() -> None:
     assert of(None).constant == (0, 64, 0, 0)
     assert of(Causal()).columns is None
     assert of(Causal() & SlidingWindow(255, 0)).width <= 6
+
+
+def test_bits_of_every_active_tile_are_numbered_in_the_order_of_rows() -> None:
+    coverage = np.array([[[[0, 1, 2], [1, 0, 1]]]], np.int8)
+    asked: list[np.ndarray] = []
+
+    def bits_of(*indices: np.ndarray) -> np.ndarray:
+        asked.append(np.stack(indices))
+        return np.zeros((len(indices[0]), 16, 1), np.int32)
+
+    tiles = every_tile(coverage, bits_of)
+    assert asked[0][2:].tolist() == [[0, 0, 1, 1], [1, 2, 0, 2]]
+    numbers = np.asarray(tiles.numbers)
+    assert numbers[coverage > 0].tolist() == [0, 1, 2, 3]
+    assert every_tile(coverage).words is None
+    every_tile(np.zeros_like(coverage), bits_of)
+    assert asked[1].tolist() == [[0]] * 4, "there is at least one tile, since arrays have no length of 0"
+
+
+def test_a_schedule_of_slices_under_vmap_is_that_of_each() -> None:
+    coverage = np.random.default_rng(1).integers(0, 3, (2, 1, 4, 3)).astype(np.int8)
+    one = tile_schedule(coverage, ScheduleLayout.LISTED)
+    shared = one.fold(jax.tree.map(lambda x: False, one), 3, 2)
+    assert shared.map_shape == (6, 1)
+    assert listed(shared) == expected(coverage) * 3
+    causal = tile_schedule(coverage[:1], ScheduleLayout.LISTED)
+    assert causal.fold(jax.tree.map(lambda x: False, causal), 3, 2) is causal, "one map for all batches"

@@ -1,1 +1,1 @@
-"""`flash` over arrays of keys and values, tile by tile."""
+"""Flash attention over arrays of keys and values."""

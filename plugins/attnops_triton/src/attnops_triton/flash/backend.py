@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class TritonFlash(FlashBackend):
     """The steps of `attnops.kernels.flash.attention` in Triton.
 
-    The statistics of a softmax are ``m`` and ``log2_sum``, as `attnops_triton.flash.forward.forward` returns them, so
-    that the weights of the backward pass equal those of the forward pass to the last bit.
+    The statistics of a softmax are ``m`` and ``log2_sum``, as `attnops_triton.flash.forward.forward` returns them. With
+    them the weights of the backward pass equal those of the forward pass to the last bit.
     """
 
     second_derivative: ClassVar[str] = (
@@ -54,7 +54,7 @@ class TritonFlash(FlashBackend):
     def plan(self, call: FlashCall) -> FlashPlan:
         (B, T, H, D), (S, K, Dv) = call.query.shape, call.value.shape[1:]
         dtype, metadata = call.query.dtype, call.metadata
-        # A mask without a translation to Triton is passed as bits, for PARTIAL tiles alone.
+        # A mask that has no translation to Triton is passed as bits, which are computed for PARTIAL tiles only.
         bit_mask = call.mask is not None and not is_translatable(call.mask)
         scoring = describe(
             (T, S), mask_of_scores(call.mask, T, S), call.bias, call.logits_soft_cap, call.dropout_prob,
@@ -64,14 +64,15 @@ class TritonFlash(FlashBackend):
             fully_masked = call.mask.has_fully_masked_tokens(T, S)
             scoring = dataclasses.replace(scoring, has_fully_masked_tokens=fully_masked)
         arch = current() if metadata.interpret else current() or device_arch()
-        by_score = bit_mask or scoring.dense > 0 or scoring.array
+        per_score = bit_mask or scoring.dense > 0 or scoring.array
         facts = CallFacts(
-            dtype.name, D, Dv, (T, S), by_score=bit_mask or scoring.dense > 0, bias=scoring.has_bias,
-            dropout=bool(scoring.dropout_prob), fully_masked=scoring.has_fully_masked_tokens, partial=call.is_partial,
-            sized=(metadata.block_q, metadata.block_k) != (None, None), interpret=metadata.interpret,
+            dtype.name, D, Dv, (T, S), mask_per_score=bit_mask or scoring.dense > 0, bias=scoring.has_bias,
+            dropout=bool(scoring.dropout_prob), may_be_fully_masked=scoring.has_fully_masked_tokens,
+            is_partial=call.is_partial, sets_tile_sizes=(metadata.block_q, metadata.block_k) != (None, None),
+            interpret=metadata.interpret,
         )  # fmt: skip
         measured = with_measured(specialised_tiles(arch, facts, scoring), facts)
-        tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, by_score, measured, (T, S))
+        tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, per_score, measured, (T, S))
         return FlashPlan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, is_partial=call.is_partial, scale=call.scale,
@@ -112,8 +113,8 @@ class TritonFlash(FlashBackend):
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         if plan.dtype != "float16":
             return _gradients(plan, wants_bias, operands, statistics, delta, d_out)
-        # Gradients of scores may be below 6e-8, the smallest float16. So a power of two scales cotangents to about 1,
-        # and the float32 gradients, which are linear in them, are scaled back.
+        # Gradients of scores may be below 6e-8, the smallest float16. So cotangents are scaled to about 1 by a power of
+        # two, and the float32 gradients, which are linear in the cotangents, are scaled back.
         largest = jnp.abs(d_out.astype(jnp.float32)).max()
         scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1.0))))
         scaled = delta * scale, d_out.astype(jnp.float32) * scale
@@ -131,27 +132,27 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
     query, key, value, arrays, schedules = operands
     m, log2_sum = statistics
-    # The weights of a fully masked query are exp(score − inf) = 0.
+    # With m = inf the weights of a fully masked query are exp(score − inf) = 0.
     m = jnp.where(m == -jnp.inf, jnp.inf, m)
     inputs = Inputs(query, key, value, d_out.astype(query.dtype), m, log2_sum, delta)
     axes = () if plan.scoring.bias is None or not wants_bias else plan.scoring.bias.values
     wanted = [i for i in range(len(axes)) if jnp.issubdtype(arrays.bias[i].dtype, jnp.floating)]
-    of_key = tuple(i for i in wanted if "kv" in axes[i])
-    others = tuple(i for i in wanted if "kv" not in axes[i])
-    d_others: dict[int, jax.Array] = {}
-    d_of_key: dict[int, jax.Array] = {}
+    per_key = tuple(i for i in wanted if "kv" in axes[i])
+    per_query = tuple(i for i in wanted if "kv" not in axes[i])
+    d_per_query: dict[int, jax.Array] = {}
+    d_per_key: dict[int, jax.Array] = {}
     if plan.fuses_dq:
         dq, dk, dv = fused(plan, inputs, arrays, schedules.by_key)
     else:
-        # Under `jax.vmap` the functions below change the plan's batch, and with it `FlashPlan.fuses_dq`.
+        # Fix the choice: under `jax.vmap` the functions below change the plan's batch, on which `fuses_dq` depends.
         plan = dataclasses.replace(plan, unordered=False)
-        dq, d_others = by_query(plan, inputs, arrays, schedules.by_query or schedules.forward, others)
-        dk, dv, d_of_key = by_key(plan, inputs, arrays, schedules.by_key, of_key)
+        dq, d_per_query = by_query(plan, inputs, arrays, schedules.by_query or schedules.forward, per_query)
+        dk, dv, d_per_key = by_key(plan, inputs, arrays, schedules.by_key, per_key)
     d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
     if wants_bias:
-        d_values = d_others | d_of_key
-        of_values: PyTree = (_summed(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))
-        d_arrays = d_arrays._replace(bias=tuple(of_values))
+        d_values = d_per_query | d_per_key
+        gradients: PyTree = (_sum_like(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))
+        d_arrays = d_arrays._replace(bias=tuple(gradients))
         if arrays.table is not None:
             d_arrays = d_arrays._replace(table=table_gradient(plan, inputs, arrays, schedules.by_score))
         if arrays.array is not None:
@@ -165,7 +166,7 @@ def _widen(x: Leaf) -> Leaf:
     return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x
 
 
-def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:
-    """[B, H, n] summed to the shape of a value, see `attnops_triton.flash.operands.value_layout`."""
+def _sum_like(gradient: jax.Array, x: jax.Array) -> jax.Array:
+    """The gradient [B, H, n] of a bias's value, summed to the value's shape [B or 1, H or 1, n or 1]."""
     axes = tuple(axis for axis in range(3) if x.shape[axis] == 1 and gradient.shape[axis] > 1)
     return gradient.sum(axis=axes, keepdims=True)

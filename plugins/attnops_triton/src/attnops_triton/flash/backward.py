@@ -1,9 +1,7 @@
 """The backward kernels: one by tiles of queries for dq, one by tiles of keys for dk and dv.
 
-They use no atomics and add in a fixed order.
-
-Both recompute the weights from the logsumexp (Dao 2023, arXiv:2307.08691). They also compute the gradients of an
-elementwise bias's values by query, key or head.
+Both recompute the weights from the logsumexp (Dao 2023, arXiv:2307.08691). They use no atomics and add in a fixed
+order, except `fused`. They also compute the gradients of the values of an elementwise bias per query, key or head.
 """
 
 from __future__ import annotations
@@ -37,7 +35,8 @@ class Inputs(NamedTuple):
         k: [B, S, K, D].
         v: [B, S, K, Dv].
         d_out: [B, T, H, Dv].
-        m: [B, H, T] float32, the largest score, as the forward pass returns it; +inf where weights are to be 0.
+        m: [B, H, T] float32, the largest score, as the forward pass returns it; +inf for fully masked queries, whose
+            weights are then 0.
         log2_sum: [B, H, T], log2 of the sum of exponentials relative to ``m``.
         delta: [B, H, T], ``d_out · out − d_lse``.
     """
@@ -100,8 +99,9 @@ def _by_query(
         write: SourceWriter
         if plan.by_query.specialised:
             module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-            write, programs = parts, programs = module.write_by_query(plan, operands, schedule)
-            outputs["scratch"] = parts.scratch(programs)
+            partitioned, programs = module.write_by_query(plan, operands, schedule)
+            outputs["scratch"] = partitioned.scratch(programs)
+            write = partitioned
         else:
             write, programs = _write_by_query(plan, operands, schedule, wanted)
         results = launch(plan, plan.by_query, write, "attnops_flash_backward_query", operands, outputs, programs)
@@ -145,19 +145,20 @@ def _run_by_key(
     plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...],
     before: tuple[Operand, ...] = (), outputs: dict[str, jax.ShapeDtypeStruct] | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The outputs of the kernel by tiles of keys. It adds each of ``outputs`` to the array of the same place in
-    ``before``.
+    """The outputs of the kernel by tiles of keys, by name.
+
+    The kernel adds to the arrays ``before``; ``outputs``, in the same order, are the sums.
     """
     added = outputs or {}
     operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule), *before]
     padded = cdiv(plan.T, plan.by_key.bq) * plan.by_key.bq
     if plan.by_key.specialised:
         lse = inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum
-        # A logsumexp of inf makes the weights beyond the last query 0.
+        # With a logsumexp of inf the weights of queries beyond the last one are 0.
         ends = [jnp.pad(x, ((0, 0), (0, 0), (0, padded - plan.T)), constant_values=value)
                 for x, value in ((lse, jnp.inf), (inputs.delta, 0.0))]  # fmt: skip
-        statistics = [x for x in operands if x.name not in ("m", "log2_sum", "delta")]
-        operands = [*statistics, Operand("statistics", jnp.stack(ends, axis=2))]
+        others = [x for x in operands if x.name not in ("m", "log2_sum", "delta")]
+        operands = [*others, Operand("statistics", jnp.stack(ends, axis=2))]
     heads, dtype = (plan.H, "float32") if plan.splits_groups else (plan.K, plan.gradient_dtype)
     shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
     outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
@@ -165,8 +166,9 @@ def _run_by_key(
     write: SourceWriter
     if plan.by_key.specialised:
         module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-        write, programs = parts, programs = module.write_by_key(plan, operands, schedule, padded)
-        outputs["scratch"] = parts.scratch(programs)
+        partitioned, programs = module.write_by_key(plan, operands, schedule, padded)
+        outputs["scratch"] = partitioned.scratch(programs)
+        write = partitioned
     else:
         write, programs = _write_by_key(plan, operands, schedule, wanted)
     name = "attnops_flash_backward" if added else "attnops_flash_backward_key"
@@ -253,7 +255,7 @@ def _write_by_key(
         tile.load("q", "q", plan.H, "h", plan.D, edge)
         tile.load_values("q", edge)
         tile.product("s", "q", "k", plan.D)
-        # Loaded where they are used, to save registers; the pipeline still fetches them a tile ahead.
+        # Loaded where they are used, which saves registers. The pipeline still fetches them a tile ahead.
         tile.load_statistics(edge, ("m", "log2_sum"))
         has_ok = recompute_weights(tile, masked, scoring.has_fully_masked_tokens)
         tile.load("d_out", "q", plan.H, "h", plan.Dv, edge)
@@ -279,12 +281,12 @@ def _write_by_key(
             tile.dot(f"dk_{i}", "ds", f"q_{i}", add=True)
 
     split = plan.splits_groups
-    # One loop over heads and tiles costs 2 to 4 % more instructions. It is used where registers would spill between
-    # heads: where sums would leave tensor memory there, and where PARTIAL tiles have a separate loop.
+    # One loop over both heads and tiles costs 2 to 4 % more instructions. It is used where nested loops would spill
+    # registers between heads: with sums in tensor memory, and with a separate loop over PARTIAL tiles.
     has_two_loops = ragged or schedule.constant is None
     spills = plan.arch in TENSOR_MEMORY or (known(plan.arch) in ("sm_80", "gfx942") and has_two_loops)
-    alike = schedule.map_shape[1] == 1 and not wanted and not tile.has_values_by_head
-    flat = spills and plan.G > 1 and not split and alike
+    heads_are_alike = schedule.map_shape[1] == 1 and not wanted and not tile.has_values_by_head
+    flat = spills and plan.G > 1 and not split and heads_are_alike
     with contextlib.nullcontext() if split or flat else write.block(f"for g in range(0, {plan.G}):"):
         if not split and not flat:
             write(f"h = k * {plan.G} + g")
@@ -298,8 +300,8 @@ def _write_by_key(
             write(f"tl.store({base(write, f'dk_bias{i}', '', plan.H, 'S')} + ki, dk_bias{i}{masked})")
     for i in range(len(plan.chunks(plan.D))):
         write(f"dk_{i} = dk_{i} * {number(float(plan.scale))}")
-    of_heads = (plan.H, "h") if split else (plan.K, "k")
+    heads_and_index = (plan.H, "h") if split else (plan.K, "k")
     dtype_of_sums = "tl.float32" if split else f"tl.{plan.gradient_dtype}"
-    tile.store("dk", "dk", "kv", *of_heads, plan.D, dtype_of_sums)
-    tile.store("dv", "dv", "kv", *of_heads, plan.Dv, dtype_of_sums)
+    tile.store("dk", "dk", "kv", *heads_and_index, plan.D, dtype_of_sums)
+    tile.store("dv", "dv", "kv", *heads_and_index, plan.Dv, dtype_of_sums)
     return write, programs

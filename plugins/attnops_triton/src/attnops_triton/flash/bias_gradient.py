@@ -1,4 +1,4 @@
-"""The gradients of biases with an element per score or per distance; computed only if the bias is differentiated."""
+"""The gradients of biases that have an element per score or per distance; only for biases that are differentiated."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def array_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tiles: Every
 
 @one_by_one
 def table_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tiles: EveryTile) -> jax.Array:
-    """The gradient of a table by distance, [1, H, T + S − 1], float32. O((T + S) · block) memory a head.
+    """The gradient of a table by distance, [1, H, T + S − 1], float32. It needs O((T + S) · block) memory per head.
 
-    All tiles of a block diagonal have the same distances at the same positions. A program sums the tiles of one
-    diagonal over all batches. Elements of equal distance within a tile are summed afterwards.
+    All tiles of a block diagonal have the same distances at the same positions. A program adds the tiles of one
+    diagonal, over all batches. XLA then adds the elements of a tile that have the same distance.
 
     Args:
         plan: the plan of the call.
@@ -130,10 +130,11 @@ def _add(tile: TileWriter, operands: list[Operand]) -> None:
 
 
 def _by_distance(sums: jax.Array, plan: FlashPlan) -> jax.Array:
-    """[H, diagonals, n, n] to [1, H, T + S − 1]."""
+    """The sums of diagonals [H, diagonals, n, n], summed by distance: [1, H, T + S − 1]."""
     H, diagonals, n, _ = sums.shape
-    # Reverse the rows, and shift each by one more than the row before it, by a reshape: element (i, j) of a row-major n
-    # × 2n array is at 2n · i + j = (2n − 1) · i + (i + j). All elements of a column then have one distance.
+    # Reverse the rows, then shift each by one more column than the row before it. A reshape does that: element (i, j)
+    # of a row-major n × 2n array is at 2n · i + j = (2n − 1) · i + (i + j). All elements of a column then have one
+    # distance.
     wide = jnp.pad(jnp.flip(sums, 2), ((0, 0), (0, 0), (0, 0), (0, n))).reshape(H, diagonals, -1)
     by_column = wide[..., : n * (2 * n - 1)].reshape(H, diagonals, n, 2 * n - 1).sum(2)
     near, far = by_column[..., :n], jnp.pad(by_column[..., n:], ((0, 0), (0, 0), (0, 1)))

@@ -1,4 +1,4 @@
-"""Bit masks, for masks without a translation to Triton: one bit per score, for PARTIAL tiles alone."""
+"""Bit masks, for masks that have no translation to Triton: one bit for each score of a PARTIAL tile."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from attnops_triton.language.translate import PRIMITIVES
 if TYPE_CHECKING:
     from attnops.typing import Array
 
+# Bits per word.
 WORD = 32
 
-# From the indices [n] of n tiles' batches, heads, tiles of queries and tiles of keys: their bits, int32
-# [n, bq, words per query].
+# Computes the bits of n tiles, int32 [n, bq, words per query], from the indices of their batches, heads, tiles of
+# queries and tiles of keys, [n] each.
 BitsFunction: TypeAlias = Callable[[Any, Any, Any, Any], jax.Array]
 
-# Tiles that are computed at a time: before they are packed to bits, each is bq · bk booleans.
+# Tiles that are computed at a time. It bounds memory: before a tile is packed, it is an array of bq · bk booleans.
 _BATCH = 64
 
 
 def is_translatable(mask: Mask) -> bool:
-    """Whether kernels can evaluate a bound mask."""
+    """Whether kernels can evaluate a bound mask, so that it needs no bits."""
     try:
         return of_mask(mask)[0].primitives <= PRIMITIVES
     except Exception:
@@ -38,7 +39,7 @@ def is_translatable(mask: Mask) -> bool:
 
 
 def bits_map_shape(mask: Mask, plan: FlashPlan) -> tuple[int, int]:
-    """The numbers of batches and heads for which a bound mask has bits, each 1 or all."""
+    """The numbers of batches and heads for which a bound mask has its own bits: each 1 or all."""
     try:
         axes = of_mask(mask)[0].axes
     except Exception:
@@ -49,9 +50,9 @@ def bits_map_shape(mask: Mask, plan: FlashPlan) -> tuple[int, int]:
 def bits_function(mask: Mask, plan: FlashPlan, tiles: TileSizes) -> BitsFunction:
     """The function that computes the bits of a bound mask's tiles."""
 
-    def one(at: tuple[Array, ...]) -> jax.Array:
-        b, h, q_tile, kv_tile = (x.reshape(1, 1, 1, 1) for x in at)
-        # Beyond the last query or key, use its index, so that none is out of range.
+    def bits_of_tile(indices: tuple[Array, ...]) -> jax.Array:
+        b, h, q_tile, kv_tile = (x.reshape(1, 1, 1, 1) for x in indices)
+        # Tokens beyond the last one have its index, so that no index is out of range.
         q = jnp.minimum(q_tile * tiles.bq + np.arange(tiles.bq, dtype=np.int32)[:, None], plan.T - 1)
         kv = jnp.minimum(kv_tile * tiles.bk + np.arange(tiles.bk, dtype=np.int32), plan.S - 1)
         seen = jnp.broadcast_to(mask.allowed(b, h, q, kv), (1, 1, tiles.bq, tiles.bk))[0, 0]
@@ -60,7 +61,7 @@ def bits_function(mask: Mask, plan: FlashPlan, tiles: TileSizes) -> BitsFunction
         packed_words = (bits << np.arange(bits.shape[2], dtype=np.uint32)).sum(axis=2, dtype=jnp.uint32)
         return lax.bitcast_convert_type(packed_words, jnp.int32)
 
-    def bits_of(*at: Array) -> jax.Array:
-        return lax.map(one, tuple(jnp.asarray(x, jnp.int32) for x in at), batch_size=_BATCH)
+    def bits_of(*indices: Array) -> jax.Array:
+        return lax.map(bits_of_tile, tuple(jnp.asarray(x, jnp.int32) for x in indices), batch_size=_BATCH)
 
     return bits_of

@@ -1,4 +1,6 @@
-"""The forward kernel: online softmax over the active tiles of keys of a tile of queries (arXiv:2307.08691)."""
+"""The forward kernel. A program computes a tile of queries: an online softmax over its active tiles of keys
+(arXiv:2307.08691).
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,9 @@ from attnops_triton.targets import TENSOR_MEMORY
 def forward(
     plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output and the logsumexp, which is returned as two terms.
+    """The output, and the logsumexp as two terms.
 
-    The backward pass recomputes weights from it. If both terms were added in float32, large scores would round by more
-    than these weights tolerate.
+    The backward pass recomputes weights from both terms. Their float32 sum would be too imprecise for large scores.
 
     Args:
         plan: the plan of the call.
@@ -58,8 +59,9 @@ def forward(
     write: SourceWriter
     if plan.forward.specialised:
         module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-        write, programs = parts, programs = module.write_forward(plan, operands, schedule)
-        outputs["scratch"] = parts.scratch(programs)
+        partitioned, programs = module.write_forward(plan, operands, schedule)
+        outputs["scratch"] = partitioned.scratch(programs)
+        write = partitioned
     else:
         write, programs = _write(plan, operands, schedule)
     results = launch(plan, plan.forward, write, "attnops_flash_forward", operands, outputs, programs)
@@ -120,7 +122,9 @@ def _write(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> 
 
 
 def _write_result(tile: TileWriter, ragged: bool) -> None:
-    """Write the division by the denominator, and the stores. Fully masked queries store 0 and −inf."""
+    """Write the division by the denominator and the stores. Fully masked queries get an output of 0 and an ``m`` of
+    −inf.
+    """
     write, plan = tile.write, tile.plan
     write_denominator(tile)
     for i in range(len(plan.chunks(plan.Dv))):

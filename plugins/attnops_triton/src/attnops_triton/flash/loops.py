@@ -1,4 +1,4 @@
-"""The row of tiles that a program computes, and the loops over its active tiles, as Triton source."""
+"""Triton source that finds the row of tiles of a program, and the loops over the row's active tiles."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _CACHE = 24 << 20
 def place_by_query(write: SourceWriter, plan: FlashPlan, bq: int) -> int:
     """Write ``b``, ``h``, ``k`` and ``row`` of a program for one tile of queries. Returns the number of programs.
 
-    The last rows come first, since a causal mask makes them the longest; as many heads are processed at a time as fit
-    the cache. The query heads of a kv head are neighbours.
+    The last rows come first, since they are the longest with a causal mask. Programs of as many heads as fit the L2
+    cache are neighbours, and so are those of the query heads of a kv head.
     """
     rows = cdiv(plan.T, bq)
     per_head = plan.S * (plan.D + plan.Dv) * plan.itemsize
@@ -43,8 +43,9 @@ def place_by_key(write: SourceWriter, plan: FlashPlan, bk: int) -> int:
 
 
 def _place(write: SourceWriter, rows: int, heads: int, together: int) -> None:
-    """Write ``place``, an index below ``rows``, and ``bh``, an index of batch and head; ``together`` heads come at a
-    time.
+    """Write ``place``, an index below ``rows``, and ``bh``, an index of batch and head.
+
+    Programs iterate over ``together`` heads first, then over the rows, then over further heads.
     """
     write.integer("rows", rows)
     write.integer("heads", heads)
@@ -74,17 +75,17 @@ def tile_loops(
     Args:
         write: the kernel's lines.
         schedule: the active tiles.
-        first: name of the variable for a tile's first token, which the loops set.
+        first: name of the variable that the loops set to a tile's first token, "q0" or "kv0".
         block: tokens per tile.
-        even: whether no tile reaches beyond the last token.
-        body: writes the computation of a tile; its argument is whether the tile is masked.
-        heads: the number of query heads per kv head, if the loops iterate over them too and write ``h``, which needs
-            equal tiles for all of them; 0 if ``h`` is given.
+        even: whether the tile sizes divide the lengths.
+        body: writes the computation of a tile; its argument is whether the tile is PARTIAL.
+        heads: the number of query heads per kv head, if the loops also iterate over these heads and write ``h``. This
+            needs the same tiles for all of them. 0 if ``h`` is written before.
     """
     if schedule.constant is None:
         by_batch = write.integer("map_batch", schedule.map_shape[1] * (schedule.map_shape[0] > 1))
-        which = f"b * {by_batch}" + " + h" * (schedule.map_shape[1] > 1)
-        write(f"map_row = ({which}) * {write.integer('rows', schedule.rows)} + row")
+        map_index = f"b * {by_batch}" + " + h" * (schedule.map_shape[1] > 1)
+        write(f"map_row = ({map_index}) * {write.integer('rows', schedule.rows)} + row")
     if schedule.columns is not None:
         write(f"columns_at = columns_ptr + map_row.to(tl.int64) * {write.integer('width', schedule.width)}")
     for masked in (False, True):

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Arrays(NamedTuple):
-    """Inputs other than query, key and value, in kernels' layouts; None if absent.
+    """Inputs other than query, key and value, in kernels' layouts; None or empty if absent.
 
     Attributes:
-        mask: values of the mask, each [B or 1, H or 1, n], n one of T, S or 1.
+        mask: values of the mask, each [B or 1, H or 1, n], where n is T, S or 1.
         dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S].
-        bias: values of an elementwise bias, each [B or 1, H or 1, n], n one of T, S or 1.
+        bias: values of an elementwise bias, each [B or 1, H or 1, n], where n is T, S or 1.
         table: a bias by distance, float32 [1, H, T + S − 1]; distance ``kv − q`` is element ``kv − q + T − 1``.
         array: a bias of T × S elements, [B or 1, H or 1, T, S].
         sinks: [1, H] float32.
@@ -37,7 +37,7 @@ class Arrays(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An argument of a kernel; the parameter's name is ``name`` + ``_ptr``."""
+    """An array argument of a kernel; the kernel's parameter is ``<name>_ptr``."""
 
     name: str
     array: Array
@@ -60,7 +60,7 @@ def score_operands(plan: FlashPlan, arrays: Arrays) -> list[Operand]:
     return operands
 
 
-def base(write: SourceWriter, name: str, batched: str, heads: int, each: str) -> str:
+def base(write: SourceWriter, name: str, batched: str, heads: int, size: str) -> str:
     """The pointer to the elements of batch ``b`` and head ``h`` in an array [B or 1, heads or 1, …].
 
     Args:
@@ -68,8 +68,8 @@ def base(write: SourceWriter, name: str, batched: str, heads: int, each: str) ->
         name: the name of the array.
         batched: an expression that is 1 if the array has a batch axis, 0 if all batches share one; empty for 1.
         heads: the second dimension of the array.
-        each: the number of elements per batch and head, as Triton source.
+        size: the number of elements per batch and head, as Triton source.
     """
     b = f"(b * {batched})" if batched else "b"
-    text = f"{name}_ptr + {b}.to(tl.int64) * {heads} * {each}"
-    return f"{text} + h.to(tl.int64) * {each}" if heads > 1 else text
+    text = f"{name}_ptr + {b}.to(tl.int64) * {heads} * {size}"
+    return f"{text} + h.to(tl.int64) * {size}" if heads > 1 else text

@@ -14,10 +14,10 @@ from attnops_triton.caches.reader import TritonCacheReader
 from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.versions import missing
 
-# The largest block_q · block_k that the metadata may set: a program holds that many scores.
+# The most scores that a program holds: the metadata's block_q · block_k may not exceed it.
 LARGEST: Final = 128 * 128
 # The combinations of dtypes for which products have 16-bit operands; others use float32.
-_HALVES: Final = ({"bfloat16"}, {"float16"})
+_SIXTEEN_BITS: Final = ({"bfloat16"}, {"float16"})
 
 
 class TritonFlashAttention(FlashAttention):
@@ -40,11 +40,11 @@ class TritonFlashAttention(FlashAttention):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | RankBetween | None:
-        """Above cuDNN if cuDNN would need an array of T × S elements; otherwise below it, unless this kernel was
-        measured faster.
+        """The rank: above cuDNN if cuDNN would need an array of T × S elements, otherwise below it.
 
-        Without a table of `attnops tune` bytes decide: a mask of 16,384 × 16,384 is 512 MB in bfloat16, is read again
-        for every head if it varies by head, and skips no tile. For plain and causal attention cuDNN is preferred.
+        A table of `attnops tune` replaces this rule by measured times. The rule is about memory: an array mask of
+        16,384 × 16,384 needs 512 MB in bfloat16, is read for every head if it varies by head, and lets cuDNN skip no
+        tile. For plain and causal attention cuDNN is preferred.
         """
         if request.platform != "cuda" or not isinstance(request, AttentionRequest):
             return super().rank(request)
@@ -57,7 +57,7 @@ class TritonFlashAttention(FlashAttention):
         return Rank.TILED_KERNEL if request.bias_kind or (request.mask_kinds and not is_plain) else Rank.KERNEL
 
     def environment_key(self) -> Hashable:
-        """What traces depend on besides the arguments: the target, measured tiles, order, and the number of splits."""
+        """What traces depend on besides the arguments: target, measured tiles, order of sums, and number of splits."""
         from attnops_triton.caches.tile_sizes import current_splits
         from attnops_triton.flash.measured import environment
         from attnops_triton.flash.order import is_unordered
@@ -66,10 +66,10 @@ class TritonFlashAttention(FlashAttention):
         return current(), environment(), is_unordered(), current_splits()
 
     def unsupported(self, request: Request) -> Iterable[Reason]:
-        """See `attnops.BaseOperation.unsupported`."""
+        """Yields the reasons why these kernels can't serve a request: versions, the GPU, and tile sizes."""
         yield from missing(request.interpret)
         if not request.interpret:
-            yield from _other_gpu(request)
+            yield from _gpu_reasons(request)
         for name in ("block_q", "block_k"):
             block = getattr(self.metadata, name)
             if block is not None and (block < 16 or block & (block - 1)):
@@ -84,20 +84,20 @@ class TritonFlashAttention(FlashAttention):
                          "interpret float32 or float16")  # fmt: skip
 
     def details(self, request: Request) -> Iterable[str]:
-        """Yields a line for `attnops.explain`: which kernels serve the forward and the backward pass."""
+        """Yields one line for `attnops.explain`: which kernels serve the forward and the backward pass."""
         if isinstance(request, AttentionRequest) and request.source is None:
-            from attnops_triton.flash.specialised import line
+            from attnops_triton.flash.specialised import describe_kernels
 
-            yield line(request, self.metadata)
+            yield describe_kernels(request, self.metadata)
 
     def forward_gpu(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]
     ) -> OperationOutput:
-        """See `attnops.OperationImpl.__call__`."""
+        """Runs the Triton kernels. Arguments and output are those of `attnops.OperationImpl.__call__`."""
         return self.run_backend("gpu", query, key, value, **options)
 
     def backend(self, forward: str) -> FlashBackend | None:
-        """See `attnops.operations.flash.FlashAttention.backend`."""
+        """The Triton backend for the forward "gpu"; the core's backends for the others."""
         if forward != "gpu":
             return super().backend(forward)
         # Triton is imported here, so that the plugin can be listed on machines without it.
@@ -106,7 +106,7 @@ class TritonFlashAttention(FlashAttention):
         return TritonFlash()
 
 
-def _other_gpu(request: Request) -> Iterable[Reason]:
+def _gpu_reasons(request: Request) -> Iterable[Reason]:
     """Reasons why kernels can't run on the GPU that they would be compiled for, if there is one."""
     from attnops_triton.flash.tile_sizes import known
     from attnops_triton.language import assembler
@@ -123,10 +123,10 @@ def _other_gpu(request: Request) -> Iterable[Reason]:
         yield from assembler.reasons(arch)
     # Calls over a cache have smaller tiles.
     is_plain = isinstance(request, AttentionRequest) and request.source is None
-    if arch.startswith("sm_") and is_plain and set(request.dtypes) not in _HALVES:
-        # Operands of float32 products are in shared memory: tiles of query, key, value and output, of 16 tokens each.
+    if arch.startswith("sm_") and is_plain and set(request.dtypes) not in _SIXTEEN_BITS:
+        # Operands of float32 products are in shared memory: tiles of 16 tokens of query, key, value and output.
         assert isinstance(request, AttentionRequest)
         least, most = 4 * 16 * 2 * (request.head_dim + request.value_head_dim), SHARED_MEMORY[known(arch)]
         if least > most:
-            yield Reason("head_dim", request.head_dim, f"the smallest tiles in float32 take {least} bytes of shared "
+            yield Reason("head_dim", request.head_dim, f"the smallest tiles in float32 need {least} bytes of shared "
                          f"memory, and {arch} has {most}", "cast query, key and value to bfloat16")  # fmt: skip

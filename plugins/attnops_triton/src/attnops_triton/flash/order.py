@@ -1,4 +1,4 @@
-"""Whether kernels may sum gradients in any order, or must give the same bits in every run."""
+"""Whether kernels may add the terms of gradients in any order, or must give the same bits in every run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def is_unordered() -> bool:
 
 @contextlib.contextmanager
 def unordered() -> Iterator[None]:
-    """A context in which the sums of a gradient may be added in any order, so that two runs may differ in last bits.
+    """A context in which the terms of a gradient may be added in any order, so that two runs may differ in the last
+    bits.
 
-    On Hopper the kernel for dk and dv then adds dq too, in float32: five products per tile instead of seven, and one
-        exponential instead of two, as in FlashAttention-3 (arXiv:2407.08608).
+    On Hopper the kernel for dk and dv then computes dq too, in float32, as in FlashAttention-3 (arXiv:2407.08608). A
+    tile needs five products instead of seven, and one exponential per score instead of two.
     """
     with _UNORDERED(True):
         yield

@@ -42,8 +42,8 @@ class TileSizes:
         return (self.bq, self.bk, self.warps, self.stages, *[1] * self.specialised)
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> TileSizes:
-        """The inverse of ``numbers``."""
+    def from_numbers(cls, numbers: Sequence[int]) -> TileSizes:
+        """The tile sizes whose `numbers` these are."""
         bq, bk, warps, stages, *specialised = numbers
         return cls(bq, bk, warps, stages, bool(specialised))
 
@@ -53,18 +53,18 @@ class FlashPlan:
     """Shapes, tiles and options of a call; hashable.
 
     Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B includes the mapped axis.
-        inner: the batch size without the mapped axis; masks and biases are functions of an index into it.
+        B, T, S, H, K, D, Dv: the dimensions of the call. Under `jax.vmap` B includes the mapped axis.
+        inner: the batch size without the mapped axis. The batch index of masks and biases is below ``inner``.
         forward: tiles of the forward pass.
         by_query: tiles of the kernel for the gradients of queries.
         by_key: tiles of the kernel for the gradients of keys and values.
-        by_score: tiles of the kernels for gradients of biases with an element per score or per distance.
+        by_score: tiles of the kernels for the gradients of biases that have an element per score or per distance.
         dtype: the name of the dtype of query, key and value.
         is_partial: whether the call returns a partial softmax (`attnops.softmax`), whose results are float32.
         scale: the softmax scale.
         tf32: whether float32 products may round their operands to TF32.
         scoring: the mask, bias, soft cap, sinks and dropout of the call, without their arrays.
-        packed: whether the mask is passed as bits, see `attnops_triton.flash.bits`.
+        bit_mask: whether the mask is passed as one bit per score (`attnops_triton.flash.bits`).
         arch: the architecture to compile for, such as ``"sm_90"``; empty for this machine's GPU.
         interpret: whether kernels run in Triton's interpreter.
         unordered: whether gradients may be summed in any order (`attnops_triton.flash.order`).
@@ -101,8 +101,8 @@ class FlashPlan:
     def splits_groups(self) -> bool:
         """Whether the kernel for dk and dv has a program for each query head, rather than for each kv head.
 
-        Then the float32 sums of the query heads of a kv head are added afterwards. It is so if one program per kv head
-        and tile of keys would leave multiprocessors idle.
+        XLA then adds the float32 sums of the query heads of a kv head. Groups are split if one program per kv head and
+        tile of keys would leave multiprocessors idle.
         """
         return self.G > 1 and cdiv(self.S, self.by_key.bk) * self.B * self.K < multiprocessors(self.arch)
 
@@ -110,18 +110,18 @@ class FlashPlan:
     def fuses_dq(self) -> bool:
         """Whether the kernel for dk and dv computes dq too.
 
-        This needs tiles of 64 queries, since the queries are then rows of a product of 64 rows; and outputs dk and dv
-        that are stored by tensor maps, since other stores of float32 sums would need more registers than are free.
+        This needs tiles of 64 queries, the rows of one product. It also needs dk and dv to be stored by tensor maps,
+        since stores of float32 sums by pointers would need more registers than are free.
         """
         by_map = self.gradient_dtype == self.dtype and not self.splits_groups
         return self.unordered and self.by_key.specialised and self.by_key.bq == 64 and by_map
 
     @property
     def score_unit(self) -> float:
-        """What a kernel's scores are multiplied by inside the exponential.
+        """The factor of a kernel's scores inside the exponential.
 
-        Without soft cap and bias this is the softmax scale, at no cost. The scores are scaled first instead if the
-        scale is negative, since the maximum would become a minimum, or so small or large that dividing a sink by it
+        Without soft cap and bias this is the softmax scale, at no cost. Scores are scaled beforehand if the scale is
+        negative, since the maximum would become a minimum, or if it is so small or large that a sink divided by it
         would overflow.
         """
         return 1.0 if self.scales_first else self.scale
@@ -138,7 +138,9 @@ class FlashPlan:
 
     @property
     def gradient_dtype(self) -> str:
-        """The dtype in which kernels store dq, dk and dv; float32 for float16, since its cotangents are scaled."""
+        """The dtype of stored dq, dk and dv: float32 for partial softmaxes, and for float16, whose cotangents are
+        scaled.
+        """
         return "float32" if self.is_partial or self.dtype == "float16" else self.dtype
 
     @property
@@ -147,12 +149,12 @@ class FlashPlan:
         return "float32" if self.is_partial else self.dtype
 
     def chunks(self, dim: int) -> list[tuple[int, int]]:
-        """(start, width) of the chunks of a head dim, see `head_dim_chunks`."""
+        """(start, width) of each chunk of a head dim, whose widths are powers of two (`head_dim_chunks`)."""
         return head_dim_chunks(dim, 64 if self.dtype == "float32" else 512)
 
 
 def head_dim_chunks(dim: int, widest: int = 512) -> list[tuple[int, int]]:
-    """(start, width) of the chunks of a head dim. Shapes in a kernel must be powers of two of at least 16.
+    """(start, width) of each chunk of a head dim. Shapes in a kernel must be powers of two of at least 16.
 
     80 is split into 64 and 16, 192 into 128 and 64, 576 into 512 and 64.
 

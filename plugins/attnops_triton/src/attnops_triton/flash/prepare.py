@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from attnops.typing import Array, PyTree
 
 
-# If T != S, an offset in these masks depends on both lengths. Kernels then load it rather than have it as a literal.
-_OF_POSITIONS: Final = frozenset({"Causal", "SlidingWindow", "Segments", "&"})
+# If T != S, these masks have an offset that depends on both lengths. Kernels then load it instead of having it as a
+# literal.
+_POSITION_MASKS: Final = frozenset({"Causal", "SlidingWindow", "Segments", "&"})
 
 
 def mask_of_scores(mask: Mask | None, T: int, S: int) -> Mask | None:
     """The mask as kernels evaluate it: if T != S, its numbers are data, so that one program serves all lengths."""
-    return mask.as_data() if mask is not None and T != S and mask.kinds() <= _OF_POSITIONS else mask
+    return mask.as_data() if mask is not None and T != S and mask.kinds() <= _POSITION_MASKS else mask
 
 
 def arrays(plan: FlashPlan, call: FlashCall) -> Arrays:
@@ -53,8 +54,7 @@ def arrays(plan: FlashPlan, call: FlashCall) -> Arrays:
         # The interpreter has no bfloat16.
         result = result._replace(array=bias.astype(jnp.float32) if plan.interpret else bias)
     if call.dropout_key is not None and scoring.dropout_prob:
-        b, h, i = (np.arange(n).reshape([-1 if axis == own else 1 for axis in range(3)])
-                   for own, n in enumerate((plan.B, plan.H, plan.T)))  # fmt: skip
+        b, h, i = np.ix_(*(np.arange(n) for n in (plan.B, plan.H, plan.T)))
         result = result._replace(dropout=dropout_rows(dropout_seed(call.dropout_key), b, h, i))
     return result
 
@@ -73,7 +73,7 @@ def tile_schedules(plan: FlashPlan, mask: Mask | None) -> TileSchedules:
     coverage, bits_of = _coverage(mask, plan, plan.by_key)
     coverage = ragged(coverage, 2, plan.T % plan.by_key.bq).swapaxes(2, 3)
     if layout is ScheduleLayout.RANGES and not is_even(plan, plan.by_key):
-        # The PARTIAL tiles are those of the diagonal and of the last row: they are not contiguous.
+        # The PARTIAL tiles of a column of keys are those of the diagonal and of the last queries: not contiguous.
         layout = ScheduleLayout.LISTED
     return TileSchedules(forward, by_query, tile_schedule(coverage, layout, bits_of, by_key=True), by_score)
 
@@ -83,6 +83,6 @@ def _coverage(mask: Mask | None, plan: FlashPlan, tiles: TileSizes) -> tuple[Arr
     coverage = block_map(mask, (plan.B, plan.H, plan.T, plan.S), tiles.bq, tiles.bk).coverage
     if mask is None or not plan.bit_mask:
         return coverage, None
-    lead = [max(sizes) for sizes in zip(coverage.shape, bits_map_shape(mask, plan), strict=False)]
+    leading = [max(sizes) for sizes in zip(coverage.shape, bits_map_shape(mask, plan), strict=False)]
     xp: ModuleType = np if isinstance(coverage, np.ndarray) else jnp
-    return xp.broadcast_to(coverage, (*lead, *coverage.shape[2:])), bits_function(mask, plan, tiles)
+    return xp.broadcast_to(coverage, (*leading, *coverage.shape[2:])), bits_function(mask, plan, tiles)

@@ -1,15 +1,15 @@
-"""Which calls one compiled program serves: any lengths and batch, with two programs by divisibility.
+"""Which lengths share one compiled program.
 
-Lengths, batch, strides and numbers of tiles are arguments of kernels. Their code differs only between lengths that are
-multiples of the tile sizes and lengths that are not, which need checks at the last tokens. With arrays of T × S
-elements there is a third, since the rows of such an array are aligned or not.
+Lengths, batch, strides and numbers of tiles are arguments of kernels. A kernel has one program for lengths that are
+multiples of its tile sizes, and one for other lengths, which checks the last tokens. With arrays of T × S elements
+there is a third: the rows of such an array are aligned or not.
 """
 
 from __future__ import annotations
 
 from attnops_triton.flash.plan import FlashPlan, TileSizes
 
-# Bytes to which loads of several elements must be aligned; elements of a dense mask have one byte.
+# Alignment in bytes of a load of several elements. Elements of a dense mask have one byte.
 _ALIGNED = 16
 
 
@@ -19,9 +19,9 @@ def is_even(plan: FlashPlan, tiles: TileSizes) -> bool:
 
 
 def divisible(plan: FlashPlan, tiles: TileSizes) -> frozenset[str]:
-    """The integer arguments of a kernel that its program may rely on to be multiples of 16."""
+    """The integer arguments of a kernel that are multiples of 16 in all calls of its program."""
     lengths = frozenset("TS")
     if is_even(plan, tiles):
         return lengths
-    rows = plan.scoring.array or plan.scoring.dense > 0
-    return lengths if rows and not plan.T % _ALIGNED and not plan.S % _ALIGNED else frozenset()
+    loads_rows = plan.scoring.array or plan.scoring.dense > 0
+    return lengths if loads_rows and not plan.T % _ALIGNED and not plan.S % _ALIGNED else frozenset()

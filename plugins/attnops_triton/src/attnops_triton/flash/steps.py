@@ -1,4 +1,4 @@
-"""Steps that kernels share: the weights of a backward pass, the gradients of scores, the denominator."""
+"""Steps that several kernels have: the denominator, the weights in the backward pass, the gradients of scores."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from attnops_triton.language.source import number
 
 
 def write_denominator(tile: TileWriter) -> None:
-    """Write ``factor``, 1 / denominator with sinks, and add the sinks to ``m`` and ``l``.
+    """Write ``factor``, the reciprocal of the denominator, and add the sinks to ``m`` and ``l``.
 
-    Also writes ``seen``, True for rows that are not fully masked; the others have a factor of 0.
+    Also writes ``seen``: True for rows that are not fully masked. The other rows have a factor of 0.
     """
     write, plan, scoring = tile.write, tile.plan, tile.plan.scoring
     unit = number(plan.score_unit * LOG2E)
-    # Decided by the sum: a NaN score always makes the sum NaN, but not always the maximum.
+    # The sum decides: a NaN score always makes the sum NaN, but not always the maximum.
     write("seen = l != 0.0", "m = tl.where(seen, m, 0.0)")
     factor = 1 / (1 - scoring.dropout_prob)
     if scoring.sinks:
@@ -46,7 +46,7 @@ def recompute_weights(tile: TileWriter, masked: bool, edge: bool, lse: str = "")
     scoring, write = tile.plan.scoring, tile.write
     has_ok = masked and tile.allowed(edge)
     if has_ok and scoring.has_fully_masked_tokens and scoring.has_cap_or_bias:
-        # Fully masked tokens may hold NaN; the derivatives there would be NaN too, and 0 · NaN is NaN.
+        # Fully masked tokens may hold NaN. Their derivatives would be NaN too, and 0 · NaN is NaN.
         write("s = tl.where(ok, s, 0.0)")
     tile.apply_cap_and_bias()
     if has_ok:
@@ -64,7 +64,7 @@ def score_gradients(tile: TileWriter, has_ok: bool, subtract: bool = True) -> No
     Args:
         tile: the tile.
         has_ok: whether ``ok`` was written.
-        subtract: whether ``delta`` is still to be subtracted from ``dp``.
+        subtract: whether to subtract ``delta`` from ``dp``; False if that was done before.
     """
     scoring, write = tile.plan.scoring, tile.write
     by_query = tile.broadcast("q")

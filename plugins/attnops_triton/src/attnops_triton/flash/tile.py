@@ -1,9 +1,12 @@
 """The scores of one tile inside a kernel, as Triton source: loads, products, soft cap, bias, mask and dropout.
 
-Variables of all kernels: ``b``, ``h``, the indices of the batch and the query head; ``q0``, ``kv0``, the tile's first
-query and key; ``qi`` [bq], ``ki`` [bk], the indices of its queries and keys; ``qx``, ``kx``, the same, broadcasting to
-the tile; ``s``, its scores; ``ok``, which of them are not masked. A tile is [queries, keys], or transposed
-[keys, queries].
+Variables of all kernels:
+- ``b``, ``h``: the indices of the batch and the query head;
+- ``q0``, ``kv0``: the tile's first query and key;
+- ``qi`` [bq], ``ki`` [bk]: the indices of its queries and keys; ``qx``, ``kx``: the same, broadcasting to the tile;
+- ``s``: its scores; ``ok``: whether a score is not masked.
+
+A tile is [queries, keys], or transposed [keys, queries].
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class TileWriter:
         bk: keys per tile.
         even: whether the tile sizes divide the lengths, so that no tile reaches beyond the last token.
         shapes: the shapes of the kernel's operands, by name.
-        batched: by operand's name, an expression that is 1 if the operand has a batch axis, and 0 if all batches share
+        batched: by operand's name, Triton source that is 1 if the operand has a batch axis, and 0 if all batches share
             it.
         transposed: whether keys come before queries.
     """
@@ -69,9 +72,9 @@ class TileWriter:
         shapes = {o.name: tuple(o.array.shape) for o in operands}
         return cls(write, plan, tiles.bq, tiles.bk, is_even(plan, tiles), shapes, batched, transposed)
 
-    def base(self, name: str, each: str) -> str:
-        """The pointer to the elements of ``b`` and ``h`` in an array [B or 1, H or 1, …]; ``each`` is their number."""
-        return base(self.write, name, self.batched.get(name, ""), self.shapes[name][1], each)
+    def base(self, name: str, size: str) -> str:
+        """The pointer to the ``size`` elements of ``b`` and ``h`` in an array [B or 1, H or 1, …]."""
+        return base(self.write, name, self.batched.get(name, ""), self.shapes[name][1], size)
 
     @property
     def shape(self) -> str:
@@ -97,9 +100,9 @@ class TileWriter:
             dim: D or Dv.
             edge: whether the tile may reach beyond the last token.
         """
-        length, first, index = self._of(axis)
+        length, first, index = self._axis_variables(axis)
         stride = heads * dim
-        # Under `jax.vmap` all slices may share one batch.
+        # Under `jax.vmap` all slices may share one array.
         batch = f"(b * {self.batched[name]}).to(tl.int64) * {length} * {stride}"
         at = f"{name}_ptr + {batch} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
@@ -111,7 +114,7 @@ class TileWriter:
 
     def store(self, name: str, values: str, axis: str, heads: int, head: str, dim: int, dtype: str) -> None:
         """Store the chunks ``values_0``, ``values_1`` where `load` would load them from."""
-        length, first, index = self._of(axis)
+        length, first, index = self._axis_variables(axis)
         stride = heads * dim
         at = f"{name}_ptr + b.to(tl.int64) * {length} * {stride} + {head}.to(tl.int64) * {dim}"
         self.write(f"{name}_at = {at} + {first}.to(tl.int64) * {stride}")
@@ -126,21 +129,21 @@ class TileWriter:
     def load_token(self, name: str, axis: str, edge: bool) -> None:
         """Load the tile's elements of an array [B or 1, H or 1, T or S] as ``name``, broadcasting to the tile.
 
-        Beyond the last token its element is repeated: a function might divide by a 0 there.
+        Tokens beyond the last one have its element: with zeros a function might divide by 0.
         """
-        length, _, index = self._of(axis)
+        length, _, index = self._axis_variables(axis)
         index = f"tl.minimum({index}, {length} - 1)" if edge else index
         self.write(f"{name} = tl.load({self.base(name, length)} + {index}){self.broadcast(axis)}")
 
     def load_statistics(self, edge: bool, names: Sequence[str] = ("m", "log2_sum", "delta")) -> None:
-        """Load what the backward pass needs per query: ``m``, ``log2_sum`` and ``delta``, [bq] each."""
+        """Load the statistics of the backward pass per query: ``m``, ``log2_sum`` and ``delta``, [bq] each."""
         for name in names:
             other = 'float("inf")' if name == "m" else "0.0"
             masked = f", mask=qi < T, other={other}" if edge else ""
             self.write(f"{name} = tl.load({self.base(name, 'T')} + qi{masked})")
 
     def load_values(self, axis: str, edge: bool) -> None:
-        """Load the values of masks, biases and dropout by query, by key, or by head.
+        """Load the values of masks, biases and dropout per query, per key, or per head.
 
         Args:
             axis: "q", "kv", or "" for heads.
@@ -152,10 +155,10 @@ class TileWriter:
                 continue
             for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
                 name = f"{prefix}{i}"
-                if (own := next((a for a in ("q", "kv") if a in axes), "")) != axis:
+                if next((a for a in ("q", "kv") if a in axes), "") != axis:
                     continue
-                if own:
-                    self.load_token(name, own, edge)
+                if axis:
+                    self.load_token(name, axis, edge)
                 else:
                     self.write(f"{name} = tl.load({self.base(name, '1')})")
                 if np.dtype(dtype) == np.bool_:
@@ -174,7 +177,7 @@ class TileWriter:
 
     def product(self, name: str, queries: str, keys: str, dim: int) -> None:
         """Write ``name``, the products of rows of queries and of keys, summed over the chunks of ``dim``."""
-        # A GPU rounds a product and its transpose equally, and numpy, which the interpreter uses, does not: with large
+        # A GPU rounds a product and its transpose equally. NumPy, which the interpreter uses, does not: with large
         # scores the weights would differ from those of the forward pass.
         swap = self.transposed and self.plan.interpret
         a, b = (keys, queries) if self.transposed and not swap else (queries, keys)
@@ -191,7 +194,7 @@ class TileWriter:
         self.write(f"{name} = tl.dot({a}, {b}{f', {name}' if add else ''}{precision})")
 
     def apply_cap_and_bias(self) -> None:
-        """Write scale, soft cap and bias on ``s``."""
+        """Apply scale, soft cap and bias to ``s``."""
         scoring, write = self.plan.scoring, self.write
         if self.plan.scales_first:
             write(f"s = s * {number(float(self.plan.scale))}")
@@ -206,17 +209,17 @@ class TileWriter:
             table = self.base("table", "(T + S - 1)")
             write(f"s = s + tl.load({table} + (kx - qx + (T - 1)), mask=(kx < S) & (qx < T), other=0.0)")
         if scoring.array:
-            write(f"s = s + {self.by_score('array', '0.0')}.to(tl.float32)")
+            write(f"s = s + {self.load_per_score('array', '0.0')}.to(tl.float32)")
 
-    def by_score(self, name: str, other: str) -> str:
-        """The load of a tile of an array [B or 1, H or 1, T, S], as Triton source."""
+    def load_per_score(self, name: str, other: str) -> str:
+        """Triton source that loads the tile of an array [B or 1, H or 1, T, S]; ``other`` fills it beyond the ends."""
         corner = f"{self.base(name, 'T * S')} + q0.to(tl.int64) * S + kv0.to(tl.int64)"
         masked = "" if self.even else f", mask=(qx < T) & (kx < S), other={other}"
         return f"tl.load({corner} + (qx - q0) * S + (kx - kv0){masked})"
 
     def allowed(self, edge: bool) -> bool:
-        """Write ``ok``, True where a score of a PARTIAL tile is not masked. Returns False, and writes nothing, if none
-        is masked.
+        """Write ``ok``, True where a score of a PARTIAL tile is not masked. Returns False if nothing masks scores; then
+        nothing is written.
 
         Args:
             edge: whether keys beyond the last are masked.
@@ -225,7 +228,7 @@ class TileWriter:
         conditions = []
         if scoring.mask is not None:
             for i in range(scoring.dense):
-                write(f"dense{i} = {self.by_score(f'dense{i}', '0')} != 0")
+                write(f"dense{i} = {self.load_per_score(f'dense{i}', '0')} != 0")
             arguments = self._arguments("mask", scoring.mask) + [f"dense{i}" for i in range(scoring.dense)]
             conditions += translate(write, traced(scoring.mask, scoring.dense), arguments)
         if plan.bit_mask:
@@ -233,7 +236,7 @@ class TileWriter:
         if edge and not self.even:
             conditions.append("(kx < S)")
         if scoring.has_fully_masked_tokens and not self.even:
-            # A query beyond the last must not count as one that sees a key.
+            # A query beyond the last one must not count as one that sees a key.
             conditions.append("(qx < T)")
         if not conditions:
             return False
@@ -241,7 +244,7 @@ class TileWriter:
         return True
 
     def bits(self) -> str:
-        """Which scores the bit mask allows; its tile is at index ``bits_at``."""
+        """Write the load of the tile's bits, which are at index ``bits_at`` of ``words``. Returns the condition."""
         words = cdiv(self.bk, WORD)
         at = f"words_ptr + bits_at.to(tl.int64) * {self.bq * words} + (qx - q0) * {words} + (kx - kv0) // {WORD}"
         self.write(f"bit = (tl.load({at}) >> ((kx - kv0) % {WORD})) & 1")
@@ -273,21 +276,21 @@ class TileWriter:
         )
 
     def zero_masked_tokens(self, axis: str, *names: str) -> None:
-        """Zero the queries, or keys, that are fully masked in the tile: they may hold NaN."""
+        """Zero the queries, or keys, that are fully masked in the tile, since they may hold NaN."""
         if not self.plan.scoring.has_fully_masked_tokens:
             return
-        over = 1 if (axis == "kv") == self.transposed else 0
-        # By a bitwise and: with `tl.where` on operands of a product the compiler fails on some architectures.
+        reduced_axis = 1 if (axis == "kv") == self.transposed else 0
+        # A bitwise and: for `tl.where` on operands of a product the compiler fails on some architectures.
         bits, dtype = f"tl.int{8 * self.plan.itemsize}", f"tl.{self.plan.dtype}"
-        self.write(f"any_{axis} = (0 - tl.reduce(ok.to(tl.int32), {over}, largest)).to({bits})[:, None]")
+        self.write(f"any_{axis} = (0 - tl.reduce(ok.to(tl.int32), {reduced_axis}, largest)).to({bits})[:, None]")
         for name in names:
             self.write(f"{name} = ({name}.to({bits}, bitcast=True) & any_{axis}).to({dtype}, bitcast=True)")
 
     def cap_and_bias_vjp(self) -> list[int]:
         """Write ``ds``, the gradient of the unscaled products, from the gradient of the scores.
 
-        Also writes ``d_bias0``, …, the gradients of the values of an elementwise bias. Returns the indices of these
-        values.
+        Also writes ``d_bias0``, …, the gradients of the floating-point values of an elementwise bias. Returns the
+        indices of these values.
         """
         scoring, write = self.plan.scoring, self.write
         wanted: list[int] = []
@@ -304,11 +307,12 @@ class TileWriter:
 
     def _arguments(self, prefix: str, function: Elementwise, scores: str = "s") -> list[str]:
         b = f"(b % {self.write.integer('inner', self.plan.inner)})"
-        # Beyond the last query or key, use its index, so that none is out of range.
+        # Tokens beyond the last one have its index, so that no index is out of range.
         q, kv = ("qx", "kx") if self.even else ("tl.minimum(qx, T - 1)", "tl.minimum(kx, S - 1)")
         return [scores, b, "h", q, kv, *(f"{prefix}{i}" for i in range(len(function.values)))]
 
-    def _of(self, axis: str) -> tuple[str, str, str]:
+    def _axis_variables(self, axis: str) -> tuple[str, str, str]:
+        """The variables of the length, the tile's first token and the indices of its tokens."""
         return ("T", "q0", "qi") if axis == "q" else ("S", "kv0", "ki")
 
     def broadcast(self, axis: str) -> str:
@@ -317,5 +321,5 @@ class TileWriter:
 
 
 def dtype(plan: BackendPlan) -> str:
-    """The dtype of products' operands."""
+    """The dtype of the operands of products, as Triton source."""
     return f"tl.{plan.dtype}"

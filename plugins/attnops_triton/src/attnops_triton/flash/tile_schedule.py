@@ -32,11 +32,12 @@ class TileSchedule(Foldable):
 
     Attributes:
         ranges: int32 [maps · rows · 4], start and stop of FULL, start and stop of PARTIAL; None with ``constant``.
-        columns: int32 [maps · rows · width], the list of columns that the ranges index; None for ranges of columns.
-        map_shape: the numbers of batches and heads of the block map, each 1 or all.
+        columns: int32 [maps · rows · width], the lists of columns that ``ranges`` indexes; None if ``ranges`` has
+            columns.
+        map_shape: the numbers of batches and heads of the block map, each 1 or all; ``maps`` is their product.
         rows: rows of a map.
         width: columns listed per row; 0 without a list.
-        constant: without a mask, the four numbers of ``ranges``, which are the same for every row; else None.
+        constant: without a mask, the four numbers of ``ranges``, the same for every row; otherwise None.
         words: int32 [tiles, bq, words per query], the bits of PARTIAL tiles in the order of rows; None unless the plan
             has a bit mask.
         first: int32 [maps · rows], the index of a row's first PARTIAL tile in ``words``.
@@ -52,7 +53,7 @@ class TileSchedule(Foldable):
     first: Array | None = None
 
     def fold(self, batched: PyTree, n: int, B: int) -> TileSchedule:
-        """Schedules of ``n`` slices as one, for `attnops.kernels.folds_batch`."""
+        """The schedules of ``n`` slices as one, for `attnops.kernels.folds_batch`."""
         is_shared = not any((batched.ranges, batched.columns, batched.words, batched.first))
         if is_shared and (self.map_shape[0] == 1 or self.constant is not None):
             return self
@@ -101,16 +102,13 @@ class ScheduleLayout(enum.Enum):
 
 
 def layout_of(mask: Mask | None) -> ScheduleLayout:
-    """The layout for a kind of mask. A causal mask needs ranges alone: in each row its FULL tiles are contiguous, and
-    so are its PARTIAL ones.
+    """The layout for a kind of mask.
+
+    A causal mask needs no list: in each row its FULL tiles are contiguous, and so are its PARTIAL tiles.
     """
-    return (
-        ScheduleLayout.CONSTANT
-        if mask is None
-        else ScheduleLayout.RANGES
-        if type(mask) is Causal
-        else ScheduleLayout.LISTED
-    )
+    if mask is None:
+        return ScheduleLayout.CONSTANT
+    return ScheduleLayout.RANGES if type(mask) is Causal else ScheduleLayout.LISTED
 
 
 def tile_schedule(
@@ -119,15 +117,16 @@ def tile_schedule(
     """The schedule of a block map.
 
     Args:
-        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`. A numpy array if the mask is known when
-            tracing; a traced one is sorted at run time, in O(rows · columns) integers.
-        layout: the layout of the mask. Columns that are traced, or not contiguous, are listed whatever it is.
-        bits_of: computes the bits of tiles, for a bit mask; None for others. With traced coverage, of all tiles.
+        coverage: [batches, heads, rows, columns] of `attnops.masks.Coverage`. A NumPy array if the mask is known when
+            tracing. A traced array is sorted at run time, in O(rows · columns) integers.
+        layout: the layout of the mask. Traced coverage, and columns that are not contiguous, always have lists.
+        bits_of: computes the bits of tiles, for a bit mask; None for others. With traced coverage it computes the bits
+            of all tiles.
         by_key: whether rows are tiles of keys and columns are tiles of queries, rather than the reverse.
     """
     if bits_of is not None:
-        given = bits_of
-        bits_of = (lambda b, h, row, column: given(b, h, column, row)) if by_key else given
+        by_query = bits_of
+        bits_of = (lambda b, h, row, column: by_query(b, h, column, row)) if by_key else by_query
     return _known(coverage, layout, bits_of) if isinstance(coverage, np.ndarray) else _traced(coverage, bits_of)
 
 
@@ -139,8 +138,8 @@ def _known(coverage: NumpyArray, layout: ScheduleLayout, bits_of: BitsFunction |
     is_partial = coverage == Coverage.PARTIAL
     count = is_partial.sum(axis=3).reshape(-1)
     first = jnp.asarray(np.cumsum(count) - count, jnp.int32)
-    at = np.nonzero(is_partial) if is_partial.any() else [np.zeros(1, np.int32)] * 4
-    return dataclasses.replace(schedule, words=bits_of(*at), first=first)
+    indices = np.nonzero(is_partial) if is_partial.any() else [np.zeros(1, np.int32)] * 4
+    return dataclasses.replace(schedule, words=bits_of(*indices), first=first)
 
 
 def _traced(coverage: Array, bits_of: BitsFunction | None) -> TileSchedule:
@@ -161,7 +160,7 @@ def _traced(coverage: Array, bits_of: BitsFunction | None) -> TileSchedule:
 
 
 def every_tile(coverage: Array, bits_of: BitsFunction | None = None) -> EveryTile:
-    """The `EveryTile` of a block map.
+    """The coverage of every tile of a block map, and the bits of active tiles.
 
     Args:
         coverage: `attnops.masks.Coverage` of each tile, [batches, heads, tiles of queries, tiles of keys].
@@ -171,8 +170,8 @@ def every_tile(coverage: Array, bits_of: BitsFunction | None = None) -> EveryTil
         return EveryTile(jnp.asarray(coverage), None, None)
     active = coverage > 0 if isinstance(coverage, np.ndarray) else np.ones(coverage.shape, bool)
     numbers = np.maximum(np.cumsum(active.reshape(-1)) - 1, 0).reshape(active.shape)
-    at = np.nonzero(active) if active.any() else [np.zeros(1, np.int32)] * 4
-    return EveryTile(jnp.asarray(coverage), bits_of(*at), jnp.asarray(numbers, jnp.int32))
+    indices = np.nonzero(active) if active.any() else [np.zeros(1, np.int32)] * 4
+    return EveryTile(jnp.asarray(coverage), bits_of(*indices), jnp.asarray(numbers, jnp.int32))
 
 
 def _static(coverage: NumpyArray, maps: tuple[int, int], layout: ScheduleLayout) -> TileSchedule:
@@ -190,12 +189,12 @@ def _static(coverage: NumpyArray, maps: tuple[int, int], layout: ScheduleLayout)
     width = max(1, int((n_full + n_partial).max()))
     order = np.argsort(_rank(coverage), axis=2, kind="stable")[..., :width]
     ranges = np.stack([np.zeros_like(n_full), n_full, n_full, n_full + n_partial], axis=2)
-    flat, columns_of = (jnp.asarray(x.reshape(-1).astype(np.int32)) for x in (ranges, order))
-    return TileSchedule(flat, columns_of, maps, rows, width, None)
+    flat_ranges, columns = (jnp.asarray(x.reshape(-1).astype(np.int32)) for x in (ranges, order))
+    return TileSchedule(flat_ranges, columns, maps, rows, width, None)
 
 
 def _column_range(kind: NumpyArray) -> tuple[NumpyArray, NumpyArray, bool]:
-    """The start and stop of the columns of a kind in each row, and whether they are contiguous in all rows."""
+    """The start and stop of the columns of one kind in each row, and whether they are contiguous in all rows."""
     count = kind.sum(axis=2)
     start = np.where(count > 0, kind.argmax(axis=2), 0)
     stop = np.where(count > 0, kind.shape[2] - kind[..., ::-1].argmax(axis=2), 0)
@@ -203,7 +202,7 @@ def _column_range(kind: NumpyArray) -> tuple[NumpyArray, NumpyArray, bool]:
 
 
 def _rank(coverage: Array) -> Array:
-    """A key that sorts FULL tiles first, then PARTIAL, then EMPTY ones."""
+    """A sort key: FULL tiles come first, then PARTIAL, then EMPTY tiles."""
     return int(Coverage.FULL) - coverage
 
 
@@ -212,7 +211,7 @@ class TileSchedules(NamedTuple):
 
     Attributes:
         forward: by tiles of queries.
-        by_query: by tiles of queries, for dq; None if the forward's serves it, or if dk and dv's kernel adds dq.
+        by_query: by tiles of queries, for dq; None if it equals ``forward``, or if the kernel for dk and dv adds dq.
         by_key: by tiles of keys.
         by_score: every tile, for the gradients of an array or table bias; None without one.
     """

@@ -1,6 +1,4 @@
-"""Tuning, for `attnops tune`: times tiles near the table's, and calls of `flash` and of cuDNN, on this machine's
-GPU.
-"""
+"""`attnops tune`: times tile sizes near the table's, and calls of `flash` and of cuDNN, on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.masks import Causal
 from attnops_triton import tuned
 from attnops_triton.aot import Binary, compile_for, kernels
-from attnops_triton.flash.measured import CALLS, KERNELS, OF_CUDNN, trying
+from attnops_triton.flash.measured import CALLS, CUDNN_CALLS, KERNELS, trying
 from attnops_triton.flash.plan import TileSizes
 from attnops_triton.flash.tile_sizes import choose, specialised_rows
 from attnops_triton.language.compat import device_arch, device_name
@@ -32,8 +30,10 @@ if TYPE_CHECKING:
 _NAMES: Final = dict(
     zip(("attnops_flash_forward", "attnops_flash_backward_query", "attnops_flash_backward_key"), KERNELS, strict=True)
 )
+# Tokens and features (heads times head dim) of a tuned call.
 _TOKENS: Final = 16384
-_WIDTH: Final = 2048  # heads times head dim
+_WIDTH: Final = 2048
+# Seconds that a measurement should last at least.
 _SHORTEST: Final = 0.02
 
 
@@ -82,7 +82,7 @@ class CompiledCandidate:
 
 
 def neighbours(tiles: TileSizes) -> list[TileSizes]:
-    """The tiles, and those that differ from them by a step in one size."""
+    """``tiles``, and tiles that differ from them by a step in one size."""
     bq, bk, warps, stages = tiles.numbers[:4]
     if tiles.specialised:
         return [dataclasses.replace(tiles, stages=n) for n in (stages, stages - 1, stages + 1) if n > 1]
@@ -98,29 +98,29 @@ def neighbours(tiles: TileSizes) -> list[TileSizes]:
 
 
 def candidates(shape: TunedCall, arch: str) -> Iterator[CompiledCandidate]:
-    """Tiles near the table's that fit the shared memory of an architecture, and don't spill unless the table's do."""
+    """Tiles near the table's that fit the shared memory of an architecture and spill no more than the table's."""
     row = choose(arch, shape.dtype, shape.head_dim, None, None)
     for kernel, tiles in zip(KERNELS, row, strict=False):
-        least: int | None = None
+        allowed: int | None = None
         special = specialised_rows(arch).get(shape.head_dim, {}) if shape.dtype != "float32" else {}
-        others = special.get(KERNELS.index(kernel))
-        for some in (*neighbours(tiles), *(neighbours(others) if others else ())):
-            with trying(kernel, some):
+        special_tiles = special.get(KERNELS.index(kernel))
+        for candidate in (*neighbours(tiles), *(neighbours(special_tiles) if special_tiles else ())):
+            with trying(kernel, candidate):
                 (launched,) = (
                     x for x in kernels(_both(shape.call("attnops-triton:flash")), (shape.array,) * 3, arch)
                     if _NAMES[x.recipe.kernel.name] == kernel
                 )  # fmt: skip
             binary = compile_for(launched, arch)
-            least = binary.spilled if least is None else least
-            if binary.shared <= shared_memory(arch) and binary.spilled <= least:
-                yield CompiledCandidate(kernel, some, binary)
+            allowed = binary.spilled if allowed is None else allowed
+            if binary.shared <= shared_memory(arch) and binary.spilled <= allowed:
+                yield CompiledCandidate(kernel, candidate, binary)
 
 
 def run(
     dtypes: list[str], head_dims: list[int], lengths: list[int], masks: list[str], output: Path | None,
     merge: list[Path], dry: str, report: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Time tile sizes on this machine's GPU, and write the table that `attnops_triton.tuned` reads.
+    """Time tile sizes on this machine's GPU, and write a table that `attnops_triton.tuned` reads.
 
     Args:
         dtypes: the dtypes of query, key and value.
@@ -141,10 +141,11 @@ def run(
     if dry:
         for shape in shapes:
             for candidate in candidates(shape, dry):
-                found = candidate.binary
+                binary = candidate.binary
                 report(
-                    f"{shape}: {candidate.kernel} {candidate.tiles}: {found.registers} registers, {found.spilled} "
-                    f"spilled, {found.shared} bytes of shared memory, {sum(found.loop.values())} instructions per tile"
+                    f"{shape}: {candidate.kernel} {candidate.tiles}: {binary.registers} registers, "
+                    f"{binary.spilled} spilled, {binary.shared} bytes of shared memory, "
+                    f"{sum(binary.loop.values())} instructions per tile"
                 )
         return
     rows = [row for path in merge for row in tuned.read(path)]
@@ -162,11 +163,11 @@ def run(
 
 
 def tune(shapes: Iterable[TunedCall], report: Callable[[str], None]) -> list[MeasuredTime]:
-    """The times of candidates and of calls, on this machine's GPU.
+    """The times of candidates and of calls on this machine's GPU. The rows have the fastest candidate of each kernel.
 
     Args:
         shapes: the calls that are tuned.
-        report: is called with each time, in a line.
+        report: is called with a line for each time.
     """
     device, arch, rows = device_name(), device_arch(), []
     for shape in shapes:
@@ -179,7 +180,7 @@ def tune(shapes: Iterable[TunedCall], report: Callable[[str], None]) -> list[Mea
             report(f"{shape}: {candidate.kernel} {candidate.tiles}: {1e3 * seconds:.3f} ms")
         best = {kernel: min((s, t) for k, t, s in timed if k == kernel) for kernel in KERNELS}
         rows += [MeasuredTime(device, kernel, *fields, tiles, seconds) for kernel, (seconds, tiles) in best.items()]
-        for names in (CALLS, OF_CUDNN):
+        for names in (CALLS, CUDNN_CALLS):
             for backward, what in names.items():
                 call = shape.call(what.split(",")[0])
                 try:

@@ -1,1 +1,1 @@
-"""Kernels for Blackwell's data centre GPUs (sm_100), whose products are in tensor memory."""
+"""Kernels for Blackwell's data centre GPUs (sm_100), whose tensor cores write products to tensor memory."""

@@ -1,9 +1,10 @@
 """The backward kernels for Blackwell: one by tiles of queries for dq, one by tiles of keys for dk and dv.
 
-A program has 128 rows, and four partitions: one loads, one warp issues all products, and two compute half the columns
-    of a tile each. Scores, the gradients of weights, and sums are in tensor memory. There the weights overwrite the
-    scores of their half, and the gradients of scores overwrite the gradients of weights, so that each half is
-    multiplied as soon as it is complete. While weights are computed, earlier products run.
+A program has 128 rows and four partitions: one loads, one issues all products, and two compute half the columns of a
+tile
+each. Scores, the gradients of weights, and sums are in tensor memory. There the weights overwrite the scores of their
+half, and the gradients of scores overwrite the gradients of weights, so that each half is multiplied as soon as it is
+complete. Earlier products run while weights are computed.
 
 Products run in the order in which they are issued, as in `attnops_triton.flash.blackwell.forward`.
 """
@@ -26,7 +27,7 @@ from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import KernelSource, SourceWriter, number
 
-# Registers per thread: of partitions that compute, and of partitions of one warp.
+# Registers per thread of computing partitions and of partitions of one warp.
 _REGISTERS: Final = (240, 24)
 
 
@@ -34,10 +35,10 @@ class _BackwardWriter(PartitionedWriter):
     """The lines of a kernel.
 
     Attributes:
-        multiplier: lines of the warp that issues products.
+        multiplier: lines of the warp that issues all products.
         buffers: the number of buffers of scores.
-        columns: columns per partition that computes: half of the streamed side of a tile.
-        half: writes the tile of one such partition.
+        columns: columns per computing partition: half of the streamed side of a tile.
+        half: writes the half of a tile that a computing partition has.
     """
 
     rows: ClassVar[int] = ROWS
@@ -56,17 +57,17 @@ class _BackwardWriter(PartitionedWriter):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """Layouts in which a thread has one row."""
+        """Lines that name layouts in which a thread has one row."""
         return (
-            f"of_scores: tl.constexpr = tl.BlockedLayout([1, {self.columns}], [32, 1], [4, 1], [0, 1])",
-            f"of_sums: tl.constexpr = tl.BlockedLayout([1, {COLUMNS}], [32, 1], [4, 1], [0, 1])",
-            "by_row: tl.constexpr = tl.SliceLayout(1, of_scores)",
-            "by_column: tl.constexpr = tl.SliceLayout(0, of_scores)",
-            "by_sum: tl.constexpr = tl.SliceLayout(1, of_sums)",
+            f"scores_layout: tl.constexpr = tl.BlockedLayout([1, {self.columns}], [32, 1], [4, 1], [0, 1])",
+            f"sums_layout: tl.constexpr = tl.BlockedLayout([1, {COLUMNS}], [32, 1], [4, 1], [0, 1])",
+            "row_layout: tl.constexpr = tl.SliceLayout(1, scores_layout)",
+            "column_layout: tl.constexpr = tl.SliceLayout(0, scores_layout)",
+            "sums_row_layout: tl.constexpr = tl.SliceLayout(1, sums_layout)",
         )
 
     def share(self) -> None:
-        """Also write tensor memory, and the barriers for what is in it."""
+        """Also write the allocation of tensor memory, and the barriers for its contents."""
         super().share()
         sums = ("dk", "dv") if self.tile.transposed else ("dq",)
         shapes = {"s": (self.buffers, 2 * self.columns), "dp": (1, 2 * self.columns)}
@@ -84,7 +85,7 @@ class _BackwardWriter(PartitionedWriter):
         self.barriers("written", 1, 2)
 
     def partitions(self) -> list[Partition]:
-        """The partitions that the module describes."""
+        """The partitions, as the module's docstring describes them."""
         computing, small = _REGISTERS
         return [
             Partition("compute", self.computer, 4, computing, halves=2),
@@ -93,8 +94,8 @@ class _BackwardWriter(PartitionedWriter):
         ]
 
     def kernel(self, name: str, pointers: list[str], functions: str = "") -> KernelSource:
-        """The kernel of all lines, in which partitions use opaque copies of the arguments (`moved`)."""
-        # If tiles divide the lengths, the compiler knows T and S to be multiples of 16; copies would lose that.
+        """The kernel of all lines. Its partitions use opaque copies of the arguments (`moved`)."""
+        # If tiles divide the lengths, the compiler knows that T and S are multiples of 16. Copies would lose that.
         names = [x for x in self.integers if x not in ("T", "S") or not self.tile.even]
         for write in (self.computer, self.multiplier, self.loader):
             used = [x for x in names if any(re.search(rf"\b{x}\b", line) for line in write.lines)]
@@ -102,7 +103,9 @@ class _BackwardWriter(PartitionedWriter):
         return super().kernel(name, pointers, functions)
 
     def operand(self, name: str, half: str | int) -> str:
-        """The tensor memory of half of the weights, or of the gradients of scores: that of ``s``, or of ``dp``."""
+        """The tensor memory of half of the weights, which is that of ``s``, or of the gradients of scores, that of
+        ``dp``.
+        """
         many = 4 // self.plan.itemsize
         layout = f"TensorMemoryLayout([{ROWS}, {self.columns}], col_stride=1)"
         shape = f"[{ROWS}, {2 * self.columns * many}]"
@@ -110,28 +113,29 @@ class _BackwardWriter(PartitionedWriter):
         return f"{whole}.slice({half} * {self.columns * many}, {self.columns})"
 
     def tokens(self) -> None:
-        """Write ``qi``, ``qx`` and values per held row, or ``ki`` and ``kx``; both halves have all rows."""
+        """Write the indices of the held tokens, ``qi`` and ``qx``, or ``ki`` and ``kx``; both halves have all rows."""
         name, short, start = ("kv0", "k", "kv_first") if self.tile.transposed else ("q0", "q", "q_first")
-        self.computer(f"{name} = {start}", f"{short}i = {name} + tl.arange(0, {ROWS}, layout=by_row)")
+        self.computer(f"{name} = {start}", f"{short}i = {name} + tl.arange(0, {ROWS}, layout=row_layout)")
         self.computer(f"{short}x = {short}i[:, None]")
 
     def streamed_tokens(self) -> None:
-        """Write ``ki`` and ``kx``, or ``qi`` and ``qx``, of this half of the tile."""
+        """Write the indices of the streamed tokens of this half: ``ki`` and ``kx``, or ``qi`` and ``qx``."""
         name, short = ("q0", "q") if self.tile.transposed else ("kv0", "k")
         self.computer(
-            f"{short}i = {name} + own * {self.columns} + tl.arange(0, {self.columns}, layout=by_column)",
+            f"{short}i = {name} + group * {self.columns} + tl.arange(0, {self.columns}, layout=column_layout)",
             f"{short}x = {short}i[None, :]",
         )
 
     def load_from(self, name: str, buffer: str = "0") -> str:
         """The load of this partition's half of ``s`` or ``dp``."""
-        return f"{name}_memory.index({buffer}).slice(own * {self.columns}, {self.columns}).load(of_scores)"
+        return f"{name}_memory.index({buffer}).slice(group * {self.columns}, {self.columns}).load(scores_layout)"
 
     def store_sums(self, outputs: tuple[tuple[TokenBlock, str, str], ...], dtype_of_sums: str) -> None:
-        """Write the stores of sums, half the columns by each partition that computes.
+        """Write the stores of sums. Each computing partition stores half the columns.
 
         Args:
-            outputs: each an output, the name of the held tile through which it is stored, and a factor.
+            outputs: for each output, its block, the name of the held tile through which it is stored, and source that
+                is appended to the sums, such as " * 0.5".
             dtype_of_sums: the dtype of outputs without a tensor map.
         """
         write, D = self.computer, self.plan.D
@@ -141,23 +145,23 @@ class _BackwardWriter(PartitionedWriter):
             if not rows.output:
                 stride = rows.heads * D
                 write(
-                    f"row_of = {first} + tl.arange(0, {ROWS}, layout=by_sum)",
+                    f"token = {first} + tl.arange(0, {ROWS}, layout=sums_row_layout)",
                     f"at = {rows.name}_ptr + b.to(tl.int64) * {length} * {stride} + {rows.head}.to(tl.int64) * {D}",
-                    f"at = at + (row_of.to(tl.int64) * {stride})[:, None] "
-                    f"+ (own * {D // 2} + tl.arange(0, {COLUMNS}, layout=tl.SliceLayout(0, of_sums)))[None, :]",
+                    f"at = at + (token.to(tl.int64) * {stride})[:, None] "
+                    f"+ (group * {D // 2} + tl.arange(0, {COLUMNS}, layout=tl.SliceLayout(0, sums_layout)))[None, :]",
                 )
             for start in range(0, D // 2, COLUMNS):
-                part = f"slice(own * {D // 2} + {start}, {COLUMNS}"
+                part = f"slice(group * {D // 2} + {start}, {COLUMNS}"
                 # Without active tiles the sums were never written.
-                write(f"sums = tl.where(done > 0, {rows.name}_memory.index(0).{part}).load(of_sums){factor}, 0.0)")
+                write(f"sums = tl.where(done > 0, {rows.name}_memory.index(0).{part}).load(sums_layout){factor}, 0.0)")
                 if rows.output:
                     write(f"{buffer}_tile.index(0).{part}, 1).store(sums.to({dtype(self.plan)}))", "tl.barrier()")
                 else:
-                    write(f"tl.store(at + {start}, sums.to({dtype_of_sums}), mask=(row_of < {length})[:, None])")
+                    write(f"tl.store(at + {start}, sums.to({dtype_of_sums}), mask=(token < {length})[:, None])")
         if not outputs[0][0].output:
             return
         write("fence_async_shared()", "mbarrier.arrive(written.index(0))")
-        with write.block("if own == 0:"):
+        with write.block("if group == 0:"):
             write("mbarrier.wait(written.index(0), 0)")
             for rows, buffer, _ in outputs:
                 first = "q_first" if rows.axis == "q" else "kv_first"
@@ -172,44 +176,44 @@ def write_by_query(plan: FlashPlan, operands: list[Operand], schedule: TileSched
     dq = TokenBlock("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
     stored = (dq,) if dq.output else ()
     # Scores are computed one tile ahead.
-    parts = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=2)
-    programs = place_by_query(parts, plan, tiles.bq)
-    parts(f"q_first = row * {tiles.bq}")
-    parts.share()
-    parts.load_held()
-    parts.load_streamed()
-    _multiply(parts, ("q", "d_out"), ("k", "v"), "dq", "")
-    write, half = parts.computer, parts.half
-    write(*parts.layouts)
-    parts.tokens()
+    writer = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=2)
+    programs = place_by_query(writer, plan, tiles.bq)
+    writer(f"q_first = row * {tiles.bq}")
+    writer.share()
+    writer.load_held()
+    writer.load_streamed()
+    _multiply(writer, ("q", "d_out"), ("k", "v"), "dq", "")
+    write, half = writer.computer, writer.half
+    write(*writer.layouts)
+    writer.tokens()
     half.load_values("", False)
     half.load_values("q", not half.even)
     half.load_statistics(not half.even)
-    parts.find_tiles(write)
+    writer.find_tiles(write)
     write("done = 0")
-    parts.loop(write, 0, lambda masked: _query_step(parts, masked))
-    parts.store_sums(((dq, "q", f" * {number(float(plan.scale))}"),), f"tl.{plan.gradient_dtype}")
-    return parts, programs
+    writer.loop(write, 0, lambda masked: _query_step(writer, masked))
+    writer.store_sums(((dq, "q", f" * {number(float(plan.scale))}"),), f"tl.{plan.gradient_dtype}")
+    return writer, programs
 
 
-def _query_step(parts: _BackwardWriter, masked: bool) -> None:
-    write, half = parts.computer, parts.half
+def _query_step(writer: _BackwardWriter, masked: bool) -> None:
+    write, half = writer.computer, writer.half
     edge = masked and not half.even
-    parts.streamed_tokens()
+    writer.streamed_tokens()
     half.load_values("kv", edge)
-    write("mbarrier.wait(s_ready.index(done % 2), done // 2 & 1)", f"s = {parts.load_from('s', 'done % 2')}")
+    write("mbarrier.wait(s_ready.index(done % 2), done // 2 & 1)", f"s = {writer.load_from('s', 'done % 2')}")
     has_ok = recompute_weights(half, masked, edge)
-    write("mbarrier.wait(dp_ready.index(0), done & 1)", f"dp = {parts.load_from('dp')}")
-    _finish_step(parts, has_ok, subtract=True)
+    write("mbarrier.wait(dp_ready.index(0), done & 1)", f"dp = {writer.load_from('dp')}")
+    _finish_step(writer, has_ok, subtract=True)
 
 
-def _finish_step(parts: _BackwardWriter, has_ok: bool, subtract: bool) -> None:
-    write, half = parts.computer, parts.half
+def _finish_step(writer: _BackwardWriter, has_ok: bool, subtract: bool) -> None:
+    write, half = writer.computer, writer.half
     score_gradients(half, has_ok, subtract=subtract)
     half.cap_and_bias_vjp()
     write(
-        f"{parts.operand('dp', 'own')}.store(ds.to({dtype(parts.plan)}))",
-        "mbarrier.arrive(ds_ready.index(own))",
+        f"{writer.operand('dp', 'group')}.store(ds.to({dtype(writer.plan)}))",
+        "mbarrier.arrive(ds_ready.index(group))",
         "done = done + 1",
     )
 
@@ -220,8 +224,8 @@ def write_by_key(
     """The lines of the kernel for dk and dv and the size of its grid, for the operands of
     `attnops_triton.flash.backward`.
 
-    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2 as one term, and delta, padded to whole
-    tiles of queries.
+    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2 in one term, and delta, both padded to
+    whole tiles of queries.
     """
     tiles, D = plan.by_key, plan.D
     held = tuple(TokenBlock(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
@@ -230,100 +234,101 @@ def write_by_key(
     heads, head, sums = (plan.H, "h", "float32") if plan.splits_groups else (plan.K, "k", plan.gradient_dtype)
     dk, dv = (TokenBlock(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
     stored = (dk, dv) if by_map else ()
-    parts = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=1)
-    programs = place_by_key(parts, plan, tiles.bk)
-    parts(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
-    parts.share()
-    share_statistics(parts, padded)
-    parts.load_held()
-    with parts.heads(parts.loader):
-        parts.load_streamed()
-    _multiply(parts, ("k", "v"), ("q", "d_out"), "dk", "dv")
-    write = parts.computer
-    write(*parts.layouts)
-    parts.tokens()
+    writer = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=1)
+    programs = place_by_key(writer, plan, tiles.bk)
+    writer(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
+    writer.share()
+    share_statistics(writer, padded)
+    writer.load_held()
+    with writer.heads(writer.loader):
+        writer.load_streamed()
+    _multiply(writer, ("k", "v"), ("q", "d_out"), "dk", "dv")
+    write = writer.computer
+    write(*writer.layouts)
+    writer.tokens()
     write("done = 0", "stage = 0", "phase = 0")
-    with parts.heads(write):
-        if not parts.flat:
-            _load_of_head(parts)
-        parts.find_tiles(write)
-        parts.loop(write, 0, lambda masked: _key_step(parts, masked))
+    with writer.heads(write):
+        if not writer.flat:
+            _load_of_head(writer)
+        writer.find_tiles(write)
+        writer.loop(write, 0, lambda masked: _key_step(writer, masked))
     outputs = ((dk, "k", f" * {number(float(plan.scale))}"), (dv, "v", ""))
-    parts.store_sums(outputs, f"tl.{sums}")
-    return parts, programs
+    writer.store_sums(outputs, f"tl.{sums}")
+    return writer, programs
 
 
-def _load_of_head(parts: _BackwardWriter) -> None:
-    parts.half.load_values("", False)
-    parts.half.load_values("kv", not parts.half.even)
+def _load_of_head(writer: _BackwardWriter) -> None:
+    writer.half.load_values("", False)
+    writer.half.load_values("kv", not writer.half.even)
 
 
-def _key_step(parts: _BackwardWriter, masked: bool) -> None:
-    write, half = parts.computer, parts.half
-    if parts.flat:
-        _load_of_head(parts)
-    parts.streamed_tokens()
+def _key_step(writer: _BackwardWriter, masked: bool) -> None:
+    write, half = writer.computer, writer.half
+    if writer.flat:
+        _load_of_head(writer)
+    writer.streamed_tokens()
     half.load_values("q", masked and not half.even)
-    part = f"slice(own * {parts.columns}, {parts.columns}, 1).load(of_scores)"
-    parts.wait("q")
+    part = f"slice(group * {writer.columns}, {writer.columns}, 1).load(scores_layout)"
+    writer.wait("q")
     write(f"lse = statistics_tile.index(stage).slice(0, 1, 0).{part}")
-    write("mbarrier.wait(s_ready.index(0), done & 1)", f"s = {parts.load_from('s')}")
+    write("mbarrier.wait(s_ready.index(0), done & 1)", f"s = {writer.load_from('s')}")
     has_ok = recompute_weights(half, masked, False, lse="lse")
-    write(f"{parts.operand('s', 'own')}.store(p.to({dtype(parts.plan)}))", "mbarrier.arrive(w_ready.index(own))")
+    write(f"{writer.operand('s', 'group')}.store(p.to({dtype(writer.plan)}))", "mbarrier.arrive(w_ready.index(group))")
     write(f"delta = statistics_tile.index(stage).slice(1, 1, 0).{part}")
-    write("mbarrier.wait(dp_ready.index(0), done & 1)", f"dp = {parts.load_from('dp')} - delta")
-    _finish_step(parts, has_ok, subtract=False)
-    parts.advance(write)
+    write("mbarrier.wait(dp_ready.index(0), done & 1)", f"dp = {writer.load_from('dp')} - delta")
+    _finish_step(writer, has_ok, subtract=False)
+    writer.advance(write)
 
 
 def _multiply(
-    parts: _BackwardWriter, held: tuple[str, str], streamed: tuple[str, str], by_scores: str, by_weights: str
+    writer: _BackwardWriter, held: tuple[str, str], streamed: tuple[str, str], by_scores: str, by_weights: str
 ) -> None:
     """Write the products of all tiles.
 
-    The gradients of a tile's scores are multiplied after the scores of the next tile are computed, since those are
+    The products of a tile's score gradients are issued after the product for the next tile's scores, whose operands are
     ready sooner.
 
     Args:
-        parts: the kernel's lines.
-        held: names of the held operands of ``s`` and of ``dp``.
-        streamed: names of the streamed operands of ``s`` and of ``dp``; the gradients of scores are multiplied by the
-            former.
-        by_scores: the output to which products with the gradients of scores are added.
-        by_weights: the output to which products with the weights are added; empty for none.
+        writer: the kernel's lines.
+        held: names of the held operands of the products ``s`` and ``dp``.
+        streamed: names of their streamed operands. The gradients of scores are multiplied by the operand of ``s``, the
+            weights by that of ``dp``.
+        by_scores: the output to which products of the gradients of scores are added.
+        by_weights: the output to which products of the weights are added; empty for none.
     """
-    write, of_scores, of_weights = parts.multiplier, *streamed
+    write, for_scores, for_weights = writer.multiplier, *streamed
 
-    def whole(name: str, buffer: str, own: str, other: str, *barriers: str) -> None:
+    def whole(name: str, buffer: str, held_name: str, streamed_name: str, *barriers: str) -> None:
         write(
-            f"mbarrier.wait({other}_ready.index(stage), phase)",
-            f"tcgen05_mma({own}_tile.index(0), {other}_tile.index(stage).permute([1, 0]), {name}_memory.index({buffer})"
-            f", use_acc=False, mbarriers=[{', '.join((f'{name}_ready.index({buffer})', *barriers))}])",
+            f"mbarrier.wait({streamed_name}_ready.index(stage), phase)",
+            f"tcgen05_mma({held_name}_tile.index(0), {streamed_name}_tile.index(stage).permute([1, 0]), "
+            f"{name}_memory.index({buffer}), use_acc=False, "
+            f"mbarriers=[{', '.join((f'{name}_ready.index({buffer})', *barriers))}])",
         )
 
-    def halves(name: str, other: str, stage: str, sums: str, turn: str, ready: str) -> None:
+    def halves(name: str, streamed_name: str, stage: str, sums: str, turn: str, ready: str) -> None:
         for half in range(2):
             write(
                 f"mbarrier.wait({ready}_ready.index({half}), {turn} & 1)",
-                f"tcgen05_mma({parts.operand(name, half)}, "
-                f"{other}_tile.index({stage}).slice({half * parts.columns}, {parts.columns}, 0), "
+                f"tcgen05_mma({writer.operand(name, half)}, "
+                f"{streamed_name}_tile.index({stage}).slice({half * writer.columns}, {writer.columns}, 0), "
                 f"{sums}_memory.index(0), use_acc={'True' if half else f'{turn} > 0'}, "
-                f"mbarriers=[{other}_free.index({stage})])",
+                f"mbarriers=[{streamed_name}_free.index({stage})])",
             )
 
     write("stage = 0", "phase = 0", "before = 0", "done = 0", "mbarrier.wait(held.index(0), 0)")
-    with parts.heads(write) if parts.tile.transposed else contextlib.nullcontext():
-        parts.find_tiles(write)
-        with write.block(f"for t in range(0, count{f' * {parts.plan.G}' if parts.flat else ''}):"):
-            whole("s", f"done % {parts.buffers}", held[0], of_scores)
+    with writer.heads(write) if writer.tile.transposed else contextlib.nullcontext():
+        writer.find_tiles(write)
+        with write.block(f"for t in range(0, count{f' * {writer.plan.G}' if writer.flat else ''}):"):
+            whole("s", f"done % {writer.buffers}", held[0], for_scores)
             with write.block("if done > 0:"):
-                halves("dp", of_scores, "before", by_scores, "(done - 1)", "ds")
-            free = () if by_weights else (f"{of_weights}_free.index(stage)",) * 2
-            whole("dp", "0", held[1], of_weights, *free)
+                halves("dp", for_scores, "before", by_scores, "(done - 1)", "ds")
+            free = () if by_weights else (f"{for_weights}_free.index(stage)",) * 2
+            whole("dp", "0", held[1], for_weights, *free)
             if by_weights:
-                halves("s", of_weights, "stage", by_weights, "done", "w")
+                halves("s", for_weights, "stage", by_weights, "done", "w")
             write("before = stage", "done = done + 1")
-            parts.advance(write)
+            writer.advance(write)
     with write.block("if done > 0:"):
-        halves("dp", of_scores, "before", by_scores, "(done - 1)", "ds")
+        halves("dp", for_scores, "before", by_scores, "(done - 1)", "ds")
     write("tcgen05_commit(finished.index(0))")

@@ -1,1 +1,1 @@
-"""Kernels for Hopper with warps of different tasks, in Gluon."""
+"""Kernels for Hopper in Gluon, whose groups of warps have different tasks."""

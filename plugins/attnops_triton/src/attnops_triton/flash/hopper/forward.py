@@ -23,81 +23,82 @@ def write_forward(plan: FlashPlan, operands: list[Operand], schedule: TileSchedu
     q = TokenBlock("q", "q", plan.H, "h", D, ROWS)
     k, v = (TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
     out = TokenBlock("out", "q", plan.H, "h", D, ROWS, output=True)
-    parts = PartitionedWriter(plan, tiles, operands, schedule, (q,), (k, v), (out,))
-    programs = place_by_query(parts, plan, tiles.bq)
-    parts(f"q_first = row * {tiles.bq}")
-    parts.share()
-    parts.barriers("turn", 2, 1)
-    parts("mbarrier.arrive(turn.index(0))")
-    parts.load_held()
-    parts.load_streamed()
-    _compute(parts)
-    _finish(parts, out)
-    return parts, programs
+    writer = PartitionedWriter(plan, tiles, operands, schedule, (q,), (k, v), (out,))
+    programs = place_by_query(writer, plan, tiles.bq)
+    writer(f"q_first = row * {tiles.bq}")
+    writer.share()
+    writer.barriers("turn", 2, 1)
+    writer("mbarrier.arrive(turn.index(0))")
+    writer.load_held()
+    writer.load_streamed()
+    _compute(writer)
+    _finish(writer, out)
+    return writer, programs
 
 
-def _compute(parts: PartitionedWriter) -> None:
+def _compute(writer: PartitionedWriter) -> None:
     """Write the sums over the tiles: ``m``, ``l`` and ``acc``."""
-    write, tile = parts.computer, parts.tile
-    write(*parts.layouts)
-    parts.tokens()
+    write, tile = writer.computer, writer.tile
+    write(*writer.layouts)
+    writer.tokens()
     tile.load_values("", False)
     tile.load_values("q", not tile.even)
-    parts.find_tiles(write)
+    writer.find_tiles(write)
     write(
-        f'm = tl.full([{ROWS}], float("-inf"), tl.float32, by_row)',
-        f"l = tl.full([{ROWS}], 0.0, tl.float32, by_row)",
-        f"acc = tl.full([{ROWS}, {parts.plan.D}], 0.0, tl.float32, of_sums)",
+        f'm = tl.full([{ROWS}], float("-inf"), tl.float32, row_layout)',
+        f"l = tl.full([{ROWS}], 0.0, tl.float32, row_layout)",
+        f"acc = tl.full([{ROWS}, {writer.plan.D}], 0.0, tl.float32, sums_layout)",
     )
-    parts.zeros()
-    write("q = q_tile.index(own)", "stage = 0", "phase = 0", "turn_phase = 0", "mbarrier.wait(held.index(own), 0)")
+    writer.zeros()
+    write("q = q_tile.index(group)", "stage = 0", "phase = 0", "turn_phase = 0", "mbarrier.wait(held.index(group), 0)")
     with write.block("if count > 0:"):
         write("t = 0")
-        _scores(parts, parts.has_partial)
-        _weights(parts, parts.has_partial, first=True)
-        parts.loop(write, 1, lambda masked: _step(parts, masked))
-        parts.wait("v")
-        parts.multiply("acc", "w", "v_tile.index(stage)", add=True)
-        parts.finish("acc", 0, "w")
+        _scores(writer, writer.has_partial)
+        _weights(writer, writer.has_partial, first=True)
+        writer.loop(write, 1, lambda masked: _step(writer, masked))
+        writer.wait("v")
+        writer.multiply("acc", "w", "v_tile.index(stage)", add=True)
+        writer.finish("acc", 0, "w")
 
 
-def _scores(parts: PartitionedWriter, masked: bool) -> None:
+def _scores(writer: PartitionedWriter, masked: bool) -> None:
     """Write the products ``s`` of the first tile, and the tile's keys."""
-    parts.place_tile(parts.computer, None if masked else False)
-    _keys(parts, masked)
-    parts.wait("k")
-    parts.multiply("s", "q", "k_tile.index(stage).permute([1, 0])", add=False)
-    parts.finish("s", 0)
-    parts.release("k")
+    writer.place_tile(writer.computer, None if masked else False)
+    _keys(writer, masked)
+    writer.wait("k")
+    writer.multiply("s", "q", "k_tile.index(stage).permute([1, 0])", add=False)
+    writer.finish("s", 0)
+    writer.release("k")
 
 
-def _keys(parts: PartitionedWriter, masked: bool) -> None:
-    parts.streamed_tokens()
-    parts.tile.load_values("kv", masked and not parts.tile.even)
+def _keys(writer: PartitionedWriter, masked: bool) -> None:
+    writer.streamed_tokens()
+    writer.tile.load_values("kv", masked and not writer.tile.even)
 
 
-def _step(parts: PartitionedWriter, masked: bool) -> None:
-    """Write a tile's scores and weights, and the products of the previous tile's weights with its values."""
-    write = parts.computer
+def _step(writer: PartitionedWriter, masked: bool) -> None:
+    """Write a tile's scores and weights, and the product of the previous tile's weights and values."""
+    write = writer.computer
     write("before = stage", "phase_before = phase")
-    parts.advance(write)
-    _keys(parts, masked)
-    parts.wait("k")
-    write("mbarrier.wait(turn.index(own), turn_phase)")
-    parts.multiply("s", "q", "k_tile.index(stage).permute([1, 0])", add=False)
-    parts.wait("v", "before", "phase_before")
-    parts.multiply("acc", "w", "v_tile.index(before)", add=True)
-    write("mbarrier.arrive(turn.index(1 - own))", "turn_phase = turn_phase ^ 1")
-    parts.finish("s", 1)
-    parts.release("k")
-    _weights(parts, masked, first=False)
+    writer.advance(write)
+    _keys(writer, masked)
+    writer.wait("k")
+    write("mbarrier.wait(turn.index(group), turn_phase)")
+    writer.multiply("s", "q", "k_tile.index(stage).permute([1, 0])", add=False)
+    writer.wait("v", "before", "phase_before")
+    writer.multiply("acc", "w", "v_tile.index(before)", add=True)
+    write("mbarrier.arrive(turn.index(1 - group))", "turn_phase = turn_phase ^ 1")
+    writer.finish("s", 1)
+    writer.release("k")
+    _weights(writer, masked, first=False)
 
 
-def _weights(parts: PartitionedWriter, masked: bool, first: bool) -> None:
-    """Write ``w``, the weights of a tile, and the update of ``m`` and ``l``; ``acc`` must then be rescaled to the new
-    ``m``.
+def _weights(writer: PartitionedWriter, masked: bool, first: bool) -> None:
+    """Write ``w``, the weights of a tile, and the updates of ``m`` and ``l``.
+
+    Except for the first tile, ``acc`` is rescaled to the new ``m``.
     """
-    write, tile, plan = parts.computer, parts.tile, parts.plan
+    write, tile, plan = writer.computer, writer.tile, writer.plan
     tile.apply_cap_and_bias()
     if masked and tile.allowed(not tile.even):
         write('s = tl.where(ok, s, float("-inf"))')
@@ -111,16 +112,16 @@ def _weights(parts: PartitionedWriter, masked: bool, first: bool) -> None:
         "m = m_new",
     )
     if not first:
-        parts.finish("acc", 0, "w")
-        parts.release("v", "before")
-        write("acc = acc * tl.convert_layout(alpha, by_sum)[:, None]")
-    write(f"w = tl.convert_layout(p.to({dtype(plan)}), of_weights)")
+        writer.finish("acc", 0, "w")
+        writer.release("v", "before")
+        write("acc = acc * tl.convert_layout(alpha, sums_row_layout)[:, None]")
+    write(f"w = tl.convert_layout(p.to({dtype(plan)}), weights_layout)")
 
 
-def _finish(parts: PartitionedWriter, out: TokenBlock) -> None:
-    write, tile, plan = parts.computer, parts.tile, parts.plan
+def _finish(writer: PartitionedWriter, out: TokenBlock) -> None:
+    write, tile, plan = writer.computer, writer.tile, writer.plan
     write_denominator(tile)
-    parts.store(out, "acc", f"tl.{plan.out_dtype}", "q", "tl.convert_layout(factor, by_sum)[:, None]")
+    writer.store(out, "acc", f"tl.{plan.out_dtype}", "q", "tl.convert_layout(factor, sums_row_layout)[:, None]")
     masked = "" if tile.even else ", mask=qi < T"
     write(f'tl.store({base(write, "m", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
     write(f"tl.store({base(write, 'log2_sum', '', plan.H, 'T')} + qi, tl.log2(l){masked})")

@@ -1,12 +1,15 @@
-"""Kernels with three partitions of warps: two compute half of the program's rows each, one loads tiles for both.
+"""Kernels with three partitions of warps: two compute half of the program's rows each, and one loads tiles for both.
 
-The loader copies tiles to a ring of buffers in shared memory by tensor maps (TMA). A buffer has two barriers: ``ready``
-when it has been written, ``free`` when both others have read it. The partitions that compute get the registers that the
-loader does not need.
+The loader copies tiles to a ring of buffers in shared memory by tensor maps (TMA). A buffer has two barriers:
+``ready``, when it has been written, and ``free``, when both computing partitions have read it. The computing partitions
+get the registers that the loader does not need.
 
-Variables of all partitions: those of `attnops_triton.flash.tile`; ``count``, the number of active tiles of a row, of
-    which the PARTIAL ones come first, and ``partials``, the number of these; ``stage`` and ``phase``, the index of the
-    current buffer of the ring and the parity of its barriers; ``own``, the index of the half that a partition computes.
+Variables of all partitions, besides those of `attnops_triton.flash.tile`:
+- ``count``: the number of active tiles of a row, of which the PARTIAL ones come first; ``partials``: the number of
+  these;
+- ``stage``, ``phase``: the index of the current buffer of the ring, and the parity of its barriers;
+- ``group``: 0 or 1, the computing partition: which half of the program's rows it has, or, in Blackwell's backward
+  kernels, which half of a tile's columns.
 """
 
 from __future__ import annotations
@@ -26,15 +29,15 @@ from attnops_triton.flash.tile import TileWriter
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import KernelSource, SourceWriter
 
-# Rows per partition: those of one tensor core instruction of four warps on Hopper.
+# Rows per computing partition: those of one tensor core instruction of four warps on Hopper.
 ROWS: Final = 64
-# Registers per thread: of partitions that compute, and of the loader.
+# Registers per thread of computing partitions and of the loader.
 _REGISTERS: Final = (240, 24)
 _MAP: Final = 128  # bytes of a tensor map
 
 
 class TokenBlock(NamedTuple):
-    """Blocks of tokens of an array [B, length, heads, dim], which a tensor map copies.
+    """Blocks of tokens of an array [B, length, heads, dim] that a tensor map copies.
 
     Attributes:
         name: prefix of the variables' names; ``name_ptr`` is the array.
@@ -43,7 +46,7 @@ class TokenBlock(NamedTuple):
         head: the variable of the head's index.
         dim: D or Dv.
         block: tokens per copy.
-        output: whether it is stored rather than loaded.
+        output: whether a tensor map stores it, rather than loads it.
     """
 
     name: str
@@ -61,10 +64,10 @@ class Partition(NamedTuple):
     Attributes:
         role: part of its function's name.
         write: its lines; a partition without lines is left out.
-        warps: their number.
+        warps: the number of its warps.
         registers: registers per thread.
-        halves: the number of such groups, each with its ``own`` half of the program's rows; 0 for one group with all
-            rows.
+        halves: 2 for two such partitions with half of the program's rows each, whose functions have the argument
+            ``group``; 0 for one partition.
     """
 
     role: str
@@ -75,23 +78,24 @@ class Partition(NamedTuple):
 
 
 class PartitionedWriter(SourceWriter):
-    """The lines of a kernel with three partitions. Lines written to this object itself run in all warps, before they
-    part.
+    """The lines of a kernel with three partitions. Lines written to this object itself run before the warps are
+    partitioned.
 
     Attributes:
-        rows: the rows of a partition that computes.
+        rows: the rows of a computing partition.
         copies: rows per program divided by ``rows``.
         loader: lines of the partition that loads.
-        adder: lines of the partition that adds sums to memory; left out if it has no lines.
-        computer: lines of the partitions that compute.
+        adder: lines of the partition that adds sums to memory; a partition without lines is left out.
+        computer: lines of the computing partitions.
         tile: writes a partition's tile; transposed if keys are held.
         plan: the plan of the call.
         stages: the stages of the ring.
-        held: the arrays that a partition keeps for all tiles, ``ROWS`` rows of each.
+        held: the arrays that a computing partition keeps for all tiles, ``rows`` rows of each.
         streamed: the arrays that are loaded for each tile, in the order of use.
         stored: outputs that are copied by tensor maps.
-        maps: the number of tensor maps that a program makes.
-        companions: by name of a streamed array, a second copy into the same stage of the ring, and its bytes.
+        maps: the number of tensor maps that a program creates.
+        companions: by name of a streamed array, the code of a second copy into the same stage of the ring, and its
+            bytes.
         schedule: the active tiles.
     """
 
@@ -115,7 +119,7 @@ class PartitionedWriter(SourceWriter):
         self.companions: dict[str, tuple[str, int]] = {}
 
     def scratch(self, programs: int) -> jax.ShapeDtypeStruct:
-        """Memory for the tensor maps of all programs, which is the last output, ``scratch``."""
+        """The last output, ``scratch``: memory for the tensor maps of all programs."""
         return jax.ShapeDtypeStruct((programs * self.maps * _MAP,), jnp.int8)
 
     @property
@@ -128,12 +132,12 @@ class PartitionedWriter(SourceWriter):
         columns = self.tile.bq if self.tile.transposed else self.tile.bk
         dim = self.held[0].dim
         return (
-            f"of_scores: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {columns}, 16])",
-            f"of_sums: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {dim}, 16])",
-            "by_row: tl.constexpr = tl.SliceLayout(1, of_scores)",
-            "by_column: tl.constexpr = tl.SliceLayout(0, of_scores)",
-            "by_sum: tl.constexpr = tl.SliceLayout(1, of_sums)",
-            "of_weights: tl.constexpr = tl.DotOperandLayout(0, of_sums, 2)",
+            f"scores_layout: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {columns}, 16])",
+            f"sums_layout: tl.constexpr = tl.NVMMADistributedLayout([3, 0], [4, 1], [16, {dim}, 16])",
+            "row_layout: tl.constexpr = tl.SliceLayout(1, scores_layout)",
+            "column_layout: tl.constexpr = tl.SliceLayout(0, scores_layout)",
+            "sums_row_layout: tl.constexpr = tl.SliceLayout(1, sums_layout)",
+            "weights_layout: tl.constexpr = tl.DotOperandLayout(0, sums_layout, 2)",
         )
 
     def share(self) -> None:
@@ -159,7 +163,7 @@ class PartitionedWriter(SourceWriter):
             self.barriers(f"{rows.name}_free", self.stages, 2)
 
     def barriers(self, name: str, copies: int, arrivals: int) -> None:
-        """Write ``copies`` barriers, each of ``arrivals`` arrivals per phase."""
+        """Write ``copies`` barriers, each with ``arrivals`` arrivals per phase."""
         self(f"{name} = mbarrier.allocate_mbarrier(batch={copies})")
         with self.block(f"for i in tl.static_range({copies}):"):
             self(f"mbarrier.init({name}.index(i), count={arrivals})")
@@ -175,8 +179,8 @@ class PartitionedWriter(SourceWriter):
             write.integer("count", full_stop - full_start + partial_stop - partial_start)
             return
         by_batch = write.integer("map_batch", schedule.map_shape[1] * (schedule.map_shape[0] > 1))
-        which = f"b * {by_batch}" + " + h" * (schedule.map_shape[1] > 1)
-        write(f"map_row = ({which}) * {write.integer('rows', schedule.rows)} + row")
+        map_index = f"b * {by_batch}" + " + h" * (schedule.map_shape[1] > 1)
+        write(f"map_row = ({map_index}) * {write.integer('rows', schedule.rows)} + row")
         if schedule.columns is not None:
             write(f"columns_at = columns_ptr + map_row.to(tl.int64) * {write.integer('width', schedule.width)}")
         for i, name in enumerate(("full_start", "full_stop", "partial_start", "partial_stop")):
@@ -208,15 +212,14 @@ class PartitionedWriter(SourceWriter):
 
     @property
     def flat(self) -> bool:
-        """Whether one loop iterates over both tiles and query heads of a kv head, which needs equal tiles for all of
-        them.
-        """
+        """Whether one loop iterates over both the tiles and the query heads of a kv head, which need equal tiles."""
         shared = self.schedule.map_shape[1] == 1 and not self.plan.splits_groups
         return self.tile.transposed and self.plan.G > 1 and shared
 
     def loop(self, write: SourceWriter, start: int, body: Callable[[bool], None]) -> None:
-        """Write loops over the tiles from index ``start`` on, PARTIAL ones first; ``body`` writes the code of a
-        tile.
+        """Write the loops over the tiles from index ``start`` on, PARTIAL ones first.
+
+        ``body`` writes the code of a tile; its argument is whether the tile is PARTIAL.
         """
         if self.flat:
             ranges = (f"0, partials * {self.plan.G}", f"0, (count - partials) * {self.plan.G}")
@@ -231,7 +234,7 @@ class PartitionedWriter(SourceWriter):
 
     @contextlib.contextmanager
     def heads(self, write: SourceWriter) -> Iterator[None]:
-        """The loop over the query heads of a kv head, unless it is flat; ``h`` is the index of a head."""
+        """Write the loop over the query heads ``h`` of a kv head, unless `flat`; the block is its body."""
         if self.flat or self.plan.splits_groups:
             yield
             return
@@ -240,7 +243,7 @@ class PartitionedWriter(SourceWriter):
             yield
 
     def load_held(self) -> None:
-        """Write the copies of the arrays that the other partitions hold."""
+        """Write the copies of the arrays that the computing partitions hold."""
         write = self.loader
         size = sum(rows.block * rows.dim for rows in self.held) * self.plan.itemsize
         with write.block(f"for half in tl.static_range({self.copies}):"):
@@ -254,7 +257,7 @@ class PartitionedWriter(SourceWriter):
         write("stage = 0", "phase = 1")
 
     def load_streamed(self) -> None:
-        """Write the loop over tiles that copies them to the ring."""
+        """Write the loop that copies all tiles to the ring."""
         write = self.loader
         self.find_tiles(write)
         self.loop(write, 0, self.load)
@@ -286,17 +289,18 @@ class PartitionedWriter(SourceWriter):
         self.computer(f"mbarrier.wait({name}_ready.index({stage}), {phase})")
 
     def release(self, name: str, stage: str = "stage") -> None:
-        """Write that this partition has read a streamed tile."""
+        """Write the arrival that says: this partition has read a streamed tile."""
         self.computer(f"mbarrier.arrive({name}_free.index({stage}))")
 
     def multiply(self, name: str, a: str, b: str, add: bool) -> None:
-        """Write a product that runs while the following lines do, until `finish`."""
+        """Write a product that runs asynchronously until `finish`."""
         sums = f"{name}, " if add else "zeros, use_acc=False, "
         self.computer(f"{name} = warpgroup_mma({a}, {b}, {sums}is_async=True)")
 
     def finish(self, name: str, running: int, *kept: str) -> None:
-        """Write the wait until at most ``running`` products are unfinished. ``kept`` are operands that must stay in
-        registers until then.
+        """Write the wait until at most ``running`` products are unfinished.
+
+        ``kept`` are operands that must stay in registers until then.
         """
         if kept:
             names = ", ".join((name, *kept))
@@ -305,30 +309,32 @@ class PartitionedWriter(SourceWriter):
             self.computer(f"{name} = warpgroup_mma_wait({running}, deps=[{name}])")
 
     def tokens(self) -> None:
-        """Write ``qi``, ``qx`` and the values per held query, or ``ki`` and ``kx``."""
+        """Write the indices of the held tokens: ``qi`` and ``qx``, or ``ki`` and ``kx``."""
         name, short, start = ("kv0", "k", "kv_first") if self.tile.transposed else ("q0", "q", "q_first")
-        self.computer(f"{name} = {start} + own * {self.rows}")
-        self.computer(f"{short}i = {name} + tl.arange(0, {self.rows}, layout=by_row)")
+        self.computer(f"{name} = {start} + group * {self.rows}")
+        self.computer(f"{short}i = {name} + tl.arange(0, {self.rows}, layout=row_layout)")
         self.computer(f"{short}x = {short}i[:, None]")
 
     def streamed_tokens(self) -> None:
-        """Write ``ki`` and ``kx``, or ``qi`` and ``qx``, of the tile."""
+        """Write the indices of the streamed tokens of a tile: ``ki`` and ``kx``, or ``qi`` and ``qx``."""
         name, short, block = ("q0", "q", self.tile.bq) if self.tile.transposed else ("kv0", "k", self.tile.bk)
-        self.computer(f"{short}i = {name} + tl.arange(0, {block}, layout=by_column)", f"{short}x = {short}i[None, :]")
+        self.computer(
+            f"{short}i = {name} + tl.arange(0, {block}, layout=column_layout)", f"{short}x = {short}i[None, :]"
+        )
 
     def zeros(self) -> None:
         """Write ``zeros``, the initial sums of products, which give them their type."""
         shape = f"[{self.tile.bk}, {self.tile.bq}]" if self.tile.transposed else f"[{self.tile.bq}, {self.tile.bk}]"
-        self.computer(f"zeros = tl.full({shape}, 0.0, tl.float32, of_scores)")
+        self.computer(f"zeros = tl.full({shape}, 0.0, tl.float32, scores_layout)")
 
     def store(self, rows: TokenBlock, values: str, dtype: str, buffer: str, factor: str = "") -> None:
-        """Write the store of sums [ROWS, dim]; if they have the dtype of ``buffer``, through that buffer.
+        """Write the store of sums [ROWS, dim]: by a tensor map through ``buffer`` if ``rows.output``, else by pointers.
 
         Args:
             rows: the output.
             values: the variable.
             dtype: the dtype of the output.
-            buffer: a held tile that is not read any more.
+            buffer: name of a held tile that is not read any more.
             factor: a number that the sums are multiplied by, as source; empty for 1.
         """
         write = self.computer
@@ -336,31 +342,31 @@ class PartitionedWriter(SourceWriter):
         if factor:
             write(f"{values} = {values} * {factor}")
         if rows.output:
-            write(f"{buffer}_tile.index(own).store({values}.to({self._type}))", "fence_async_shared()")
+            write(f"{buffer}_tile.index(group).store({values}.to({self._type}))", "fence_async_shared()")
             copy = (
                 f"tma.async_store({rows.name}_map, [{first} + {{half}} * {ROWS}, {rows.head} * {rows.dim}], "
                 f"{buffer}_tile.index({{half}}))"
             )
             if not self.adder.lines:
-                write(copy.format(half="own"))
+                write(copy.format(half="group"))
                 return
-            # The other partitions have too few registers for stores.
+            # The computing partitions have too few registers for stores.
             self.barriers(f"{rows.name}_done", 2, 1)
-            write(f"mbarrier.arrive({rows.name}_done.index(own))")
+            write(f"mbarrier.arrive({rows.name}_done.index(group))")
             with self.adder.block("for half in tl.static_range(2):"):
                 self.adder(f"mbarrier.wait({rows.name}_done.index(half), 0)", copy.format(half="half"))
             return
         stride = rows.heads * rows.dim
         write(
-            f"row_of = {first} + own * {ROWS} + tl.arange(0, {ROWS}, layout=by_sum)",
+            f"token = {first} + group * {ROWS} + tl.arange(0, {ROWS}, layout=sums_row_layout)",
             f"at = {rows.name}_ptr + b.to(tl.int64) * {length} * {stride} + {rows.head}.to(tl.int64) * {rows.dim}",
-            f"at = at + (row_of.to(tl.int64) * {stride})[:, None] "
-            f"+ tl.arange(0, {rows.dim}, layout=tl.SliceLayout(0, of_sums))[None, :]",
-            f"tl.store(at, {values}.to({dtype}), mask=(row_of < {length})[:, None])",
+            f"at = at + (token.to(tl.int64) * {stride})[:, None] "
+            f"+ tl.arange(0, {rows.dim}, layout=tl.SliceLayout(0, sums_layout))[None, :]",
+            f"tl.store(at, {values}.to({dtype}), mask=(token < {length})[:, None])",
         )
 
     def partitions(self) -> list[Partition]:
-        """All partitions; the first gets the registers that the others leave."""
+        """All partitions. The first gets the registers that the others leave."""
         computing, loading = _REGISTERS
         return [
             Partition("compute", self.computer, 4, computing, halves=2),
@@ -375,14 +381,14 @@ class PartitionedWriter(SourceWriter):
         calls: list[str] = []
         warps: list[int] = []
         registers: list[int] = []
-        known = dict.fromkeys((*pointers, *self.integers, *_assigned(self.lines)))
+        variables = dict.fromkeys((*pointers, *self.integers, *_assigned(self.lines)))
         for part in self.partitions():
             if not part.write.lines:
                 continue
             text = "\n".join(part.write.lines)
-            used = [x for x in known if re.search(rf"\b{x}\b", text)]
+            used = [x for x in variables if re.search(rf"\b{x}\b", text)]
             halves = [[str(half)] for half in range(part.halves)] or [[]]
-            arguments = ", ".join([*["own"] * bool(part.halves), *used])
+            arguments = ", ".join([*["group"] * bool(part.halves), *used])
             functions += f"def {name}_{part.role}({arguments}):\n{text}\n\n\n"
             calls += [f"({name}_{part.role}, ({', '.join([*half, *used])},))" for half in halves]
             warps += [part.warps] * len(halves)

@@ -106,10 +106,10 @@ def test_maps_of_very_different_lengths_are_drained_once_each(traced: bool, monk
     drained: list[int] = []
     step = forward._step
 
-    def counting(plan: Any, refs: Any, indices: Any, state: Any, first: Any, masked: bool, hidden: Any = ()) -> None:
+    def counting(plan: Any, refs: Any, indices: Any, first: Any, body: Any, hidden: Any = ()) -> None:
         if first is None:
             jax.debug.callback(lambda b: drained.append(int(b)), indices[0].b)
-        step(plan, refs, indices, state, first, masked, hidden)
+        step(plan, refs, indices, first, body, hidden)
 
     monkeypatch.setattr(forward, "_step", counting)
     ids = np.stack([np.zeros(64, np.int32), np.arange(64, dtype=np.int32) // 8])
@@ -212,7 +212,7 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(tile_sizes, "_sub_tile", lambda block, most: 8)
     hidden: dict[str, list[int]] = {"forward": [], "backward": []}
     step, add = forward._step, backward._add_tile
-    monkeypatch.setattr(forward, "_step", lambda *args: (hidden["forward"].append(len(args[5].hidden)), step(*args))[1])
+    monkeypatch.setattr(forward, "_step", lambda *args: (hidden["forward"].append(len(args[4].hidden)), step(*args))[1])
     monkeypatch.setattr(
         backward, "_add_tile", lambda *args: (hidden["backward"].append(len(args[3].hidden)), add(*args))[1]
     )

@@ -154,6 +154,11 @@ class CachePlan:
         return self.bk // self.unit
 
     @property
+    def pieces(self) -> int:
+        """Pieces of a row's table."""
+        return -(-self.nk * self.units // self.piece)
+
+    @property
     def words(self) -> int:
         """Words that hold a bit for each unit of a tile, a power of two."""
         return 1 << (-(-self.units // BITS) - 1).bit_length()

@@ -11,12 +11,6 @@ from attnops_tpu.generations import Generation
 LANES: Final = 128
 # Entries of a row's table that are in scalar memory at a time: 512 bytes, the least that a transfer moves.
 PIECE: Final = 128
-# Bytes of scalar memory per item, and per row with up to 16 values of masks and biases; and what they may use of its
-# 1 MiB, which also has the table and what the compiler keeps.
-MAX_ITEMS: Final = 1 << 14
-ITEM_BYTES: Final = 28
-ROW_BYTES: Final = 64
-SCALAR_BYTES: Final = 960 << 10
 # The most bytes of a row's new tokens; vector memory holds those of two rows.
 MAX_NEW: Final = 8 << 20
 # A unit of a storage without pages, and the most units per tile: each has transfers of its own.
@@ -192,14 +186,3 @@ def choose(
         masked = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
         chunk = masked if row.tile <= _MASKED else bk
     return CacheTileSizes(bq, bk, chunk, masked, unit, math.lcm(units, PIECE), row.buffers, starts)
-
-
-def rows_a_call(nq: int, words: int = 0) -> int:
-    """The most rows whose schedule fits scalar memory; 0 where that of one row doesn't.
-
-    Args:
-        nq: tiles of queries per row.
-        words: the words of 32 bits that a row has in scalar memory besides.
-    """
-    bytes_a_row = ITEM_BYTES * nq + ROW_BYTES + 4 * words
-    return min(MAX_ITEMS // nq, SCALAR_BYTES // bytes_a_row)

@@ -1,9 +1,8 @@
 """New tokens of a row: merged into the tile of keys that they belong to, once it has arrived, and from there written to
-main memory.
+main memory, see `attnops_tpu.caches.new_tokens`.
 
-A transfer moves whole *groups* of slots, which fill a register's sublanes: 8 slots of 32 bits, 16 of 16, 32 of 8; or
-128 slots of scales, which are in the lanes. The tokens are given in groups aligned as the row's; the other slots of a
-group keep what was transferred. No other row reads what a call writes: pages that rows share are full.
+Slots of a group that are not new keep what was transferred. No other row reads what a call writes: pages that rows
+share are full.
 
 If a row has several tiles of queries, they run on one core in order: each merges the tokens into its tiles of keys, and
 the last one writes them to main memory.
@@ -12,10 +11,7 @@ the last one writes them to main memory.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,75 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops_caches import NewTokens
+from attnops_tpu.caches.new_tokens import Written, group_of
 from attnops_tpu.caches.plan import CachePlan
-from attnops_tpu.caches.tile_sizes import LANES
-
-if TYPE_CHECKING:
-    from attnops_tpu.caches.transfers import Tile
-
-_SUBLANES = 8
-
-
-class Written(NamedTuple):
-    """What a call writes.
-
-    Attributes:
-        first: the slot of the first new token of each row, counted from the row's first, int32 [B].
-        stop: the slot after the last, int32 [B]; ``first`` for none. In a ring it may be beyond the last slot, which
-            slot 0 follows.
-        blocks: the blocks with new tokens of each row, int32 [B · blocks per row].
-        tokens: bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 slots each: whole groups,
-            or, for one token per row, one word that repeats it. Scales float32 [rows, K, n], whole groups. With one
-            tile of queries per row, there are as many rows as items.
-    """
-
-    first: jax.Array
-    stop: jax.Array
-    blocks: jax.Array
-    tokens: tuple[jax.Array, ...]
-
-
-def group_of(plan: CachePlan, array: int, itemsize: int) -> int:
-    """Slots per group of one of the arrays that are written to."""
-    return math.gcd(LANES if array >= plan.token_arrays else _SUBLANES * 4 // itemsize, plan.unit)
-
-
-def written(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapping[str, jax.Array]) -> Written:
-    """What a call writes.
-
-    Args:
-        plan: the plan of the call.
-        new: the new tokens.
-        base: the first block of the cache.
-        blocks: the arrays that are written to, by name; scales last. JAX sorts the names of ``new.tokens``.
-    """
-    tokens = []
-    for i, (name, array) in enumerate(blocks.items()):
-        group = group_of(plan, i, array.dtype.itemsize)
-        token = jnp.arange(((plan.T + group - 2) // group + 1) * group, dtype=jnp.int32) - (new.first % group)[:, None]
-        token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
-        words = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
-        wanting = plan.items - plan.B if plan.nq == 1 else 0
-        tokens.append(jnp.pad(words, ((0, wanting), *[(0, 0)] * (words.ndim - 1))))
-    return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(tokens))
-
-
-def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
-    """The ``token`` [B, 1, n, 1] of each slot, of tokens [B, K, T, d], as words of 32 bits.
-
-    If T is 1, one word that repeats the token.
-    """
-    itemsize = x.dtype.itemsize
-    packed, bits = 4 // itemsize, lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * itemsize}"))
-
-    def shifted(i: int) -> jax.Array:
-        # Not by a bitcast of pairs or fours: as a last axis, they would be padded to 128 lanes.
-        some = bits if x.shape[2] == 1 else jnp.take_along_axis(bits, token[:, :, i::packed], 2)
-        return some.astype(jnp.uint32) << (8 * itemsize * i)
-
-    words = functools.reduce(jnp.bitwise_or, map(shifted, range(packed)))
-    return lax.bitcast_convert_type(words, jnp.int32)
+from attnops_tpu.caches.references import CacheRefs, Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,27 +31,23 @@ class Writer:
 
     Attributes:
         plan: the plan of the call.
-        first, stop, blocks: the slots and blocks of new tokens, by entry of the batch, in scalar memory; see `Written`.
-        tokens: the item's tokens and scales, [1, K, n, d] and [1, K, n], see `Written`.
-        targets: the arrays of blocks, in main memory.
-        buffers: the tiles in vector memory, see `attnops_tpu.caches.transfers.Stream`.
-        written: a semaphore [1].
+        refs: the references of the grid step.
+        new: those of the new tokens.
     """
 
     plan: CachePlan
-    first: Any
-    stop: Any
-    blocks: Any
-    tokens: tuple[Any, ...]
-    targets: tuple[Any, ...]
-    buffers: tuple[Any, ...]
-    written: Any
+    refs: CacheRefs
+    new: Written
 
     def has(self, entry: jax.Array, number: jax.Array) -> jax.Array:
         """Whether a tile of an entry has new tokens."""
-        first, stop, start = self.first[entry], self.stop[entry], number * self.plan.bk
+        first, stop, start = self.new.first[entry], self.new.stop[entry], number * self.plan.bk
         has_new = (stop > first) & (start < stop) & (first < start + self.plan.bk)
         return has_new | (start < stop - self.plan.S) if self.plan.is_ring else has_new
+
+    def _group(self, array: int) -> int:
+        itemsize = self.refs.buffers[array].dtype.itemsize
+        return group_of(array >= self.plan.token_arrays, itemsize, self.plan.unit)
 
     @property
     def _turns(self) -> tuple[int, ...]:
@@ -136,8 +62,8 @@ class Writer:
     def put(self, tile: Tile, buffer: jax.Array) -> None:
         """Write the new tokens of a tile to its buffer, and start their transfers to main memory."""
         entry, number, is_writing = tile.entry, tile.number, self._is_writing(tile.item)
-        for array, to in enumerate(self.buffers):
-            group = group_of(self.plan, array, to.dtype.itemsize)
+        for array in range(self.plan.sources):
+            group = self._group(array)
 
             for turn in self._turns:
 
@@ -156,8 +82,8 @@ class Writer:
         pl.when(self._is_writing(tile.item))(lambda: self._wait(tile.entry, tile.number, buffer))
 
     def _wait(self, entry: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
-        for array, to in enumerate(self.buffers):
-            group = group_of(self.plan, array, to.dtype.itemsize)
+        for array in range(self.plan.sources):
+            group = self._group(array)
 
             for turn in self._turns:
 
@@ -174,8 +100,8 @@ class Writer:
         of_tile, before = self.plan.bk // group, turn // group
         end = (number + 1) * of_tile
         end = jnp.minimum(end, self.plan.S // group) + before if self.plan.is_ring else end
-        first = jnp.maximum(lax.div(self.first[entry], np.int32(group)), number * of_tile + before)
-        stop = jnp.minimum(lax.div(self.stop[entry] + (group - 1), np.int32(group)), end)
+        first = jnp.maximum(lax.div(self.new.first[entry], np.int32(group)), number * of_tile + before)
+        stop = jnp.minimum(lax.div(self.new.stop[entry] + (group - 1), np.int32(group)), end)
         return first, jnp.where(self.has(entry, number), stop, first)
 
     def _merge(
@@ -183,9 +109,9 @@ class Writer:
         turn: int,
     ) -> None:  # fmt: skip
         at = pl.ds(pl.multiple_of(index * group - turn - number * self.plan.bk, group), group)
-        first, stop = (ref[entry] - index * group for ref in (self.first, self.stop))
-        to, tokens = self.buffers[array], self.tokens[array]
-        given = index - lax.div(self.first[entry], np.int32(group))
+        first, stop = (ref[entry] - index * group for ref in (self.new.first, self.new.stop))
+        to, tokens = self.refs.buffers[array], self.new.tokens[array]
+        given = index - lax.div(self.new.first[entry], np.int32(group))
         if array >= self.plan.token_arrays:
             old = to[buffer, :, at]
             lane = lax.broadcasted_iota(jnp.int32, old.shape, 1)
@@ -211,13 +137,15 @@ class Writer:
         at = pl.multiple_of(slot - number * plan.bk, group)
         if plan.is_paged:
             unit = np.int32(plan.unit)
-            each = self.blocks.shape[0] // plan.B
-            block = self.blocks[entry * each + lax.div(slot, unit) - lax.div(self.first[entry], unit)]
+            each = self.new.blocks.shape[0] // plan.B
+            block = self.new.blocks[entry * each + lax.div(slot, unit) - lax.div(self.new.first[entry], unit)]
             slot = lax.rem(slot, unit)
         else:
-            block = self.blocks[entry]
-        target = self.targets[array].at[block, :, pl.ds(pl.multiple_of(slot, group), group)]
-        return pltpu.make_async_copy(self.buffers[array].at[buffer, :, pl.ds(at, group)], target, self.written.at[0])
+            block = self.new.blocks[entry]
+        target = self.refs.sources[array].at[block, :, pl.ds(pl.multiple_of(slot, group), group)]
+        return pltpu.make_async_copy(
+            self.refs.buffers[array].at[buffer, :, pl.ds(at, group)], target, self.refs.written.at[0]
+        )
 
 
 def _bits_of_slots(shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:

@@ -36,17 +36,11 @@ Hidden: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Body(NamedTuple):
-    """What a kernel's code for a kind of tiles computes.
+    """What a kernel's code for a kind of tiles computes."""
 
-    Attributes:
-        masked: whether the mask is applied.
-        hidden: the sub-tiles that are fully masked in every such tile, and are not computed.
-        unmasked: the sub-tiles in which no such tile has a masked score; the mask is not applied there.
-    """
-
-    masked: bool = False
-    hidden: Hidden = ()
-    unmasked: Hidden = ()
+    masked: bool = False  # whether the mask is applied
+    hidden: Hidden = ()  # the sub-tiles that are fully masked in every such tile, and are not computed
+    unmasked: Hidden = ()  # the sub-tiles in which no such tile has a masked score; the mask is not applied there
 
     def is_masked(self, row: int, column: int) -> bool:
         """Whether the mask is applied to a sub-tile."""
@@ -59,21 +53,13 @@ Bodies: TypeAlias = tuple[Body, Body]
 
 
 class Entry(NamedTuple):
-    """One grid step of a kernel; scalars.
+    """One grid step of a kernel; scalars."""
 
-    Attributes:
-        row: index of the row of tiles, whose result is accumulated.
-        column: index of the tile in the row.
-        kind: an `attnops.masks.Coverage`, or `REDUCED`; EMPTY in the only entry of a row without active tiles.
-        first: whether it is the first entry of its row.
-        last: whether it is the last entry of its row.
-    """
-
-    row: jax.Array
-    column: jax.Array
-    kind: jax.Array
-    first: jax.Array
-    last: jax.Array
+    row: jax.Array  # index of the row of tiles, whose result is accumulated
+    column: jax.Array  # index of the tile in the row
+    kind: jax.Array  # an `attnops.masks.Coverage`, or `REDUCED`; EMPTY in the only entry of a row without active tiles
+    first: jax.Array  # whether it is the first entry of its row
+    last: jax.Array  # whether it is the last entry of its row
 
 
 @functools.partial(
@@ -309,15 +295,10 @@ def tile_schedule(
 
 
 class TileSchedules(NamedTuple):
-    """The schedules of all kernels.
+    """The schedules of all kernels."""
 
-    Attributes:
-        forward: rows are tiles of queries; one for each chunk of rows, see `row_chunks`.
-        spans: rows are tiles of keys; one for each span of queries.
-        by_score: for the gradient of an array bias: rows are tiles of queries, merged over the batches and heads that
-            share an element of the bias; None without one.
-    """
-
-    forward: tuple[TileSchedule, ...]
-    spans: tuple[TileSchedule, ...]
+    forward: tuple[TileSchedule, ...]  # rows are tiles of queries; one for each chunk of rows, see `row_chunks`
+    spans: tuple[TileSchedule, ...]  # rows are tiles of keys; one for each span of queries
+    # for the gradient of an array bias: rows are tiles of queries, merged over the batches and heads that share an
+    # element of the bias; None without one.
     by_score: TileSchedule | None

@@ -44,17 +44,12 @@ class Input:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """A result, and the block of each grid step.
+    """A result, and the block of each grid step."""
 
-    Attributes:
-        array: its shape and dtype.
-        spec: its blocks.
-        over: the array in whose place it is written, which it equals where the kernel writes nothing; None for none.
-            The kernel has one reference for both.
-    """
-
-    array: jax.ShapeDtypeStruct
-    spec: pl.BlockSpec
+    array: jax.ShapeDtypeStruct  # its shape and dtype
+    spec: pl.BlockSpec  # its blocks
+    # The array in whose place it is written, which it equals where the kernel writes nothing; None for none. The kernel
+    # has one reference for both.
     over: jax.Array | None = None
 
 

@@ -24,7 +24,6 @@ from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import memory, references
 from attnops_tpu.caches.schedule import schedule, words_of_pages
 from attnops_tpu.caches.tile_sizes import LANES, choose, unit_of
-from attnops_tpu.caches.transfers import AT
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.references import call_kernel
@@ -148,7 +147,7 @@ def _run(plan: CachePlan, inputs: KernelInputs) -> KernelResults:
     if not plan.interpret:
         # XLA would keep small arrays in vector memory, from where the core copies them by vector instructions.
         inputs = inputs._replace(sources=tuple(map(_in_main_memory, inputs.sources)))
-    refs = references(plan, inputs, len(AT))
+    refs = references(plan, inputs)
     out, *rest = call_kernel(
         functools.partial(run_item, plan), refs, "attnops_ragged",
         grid=(plan.cores, plan.items // plan.cores),

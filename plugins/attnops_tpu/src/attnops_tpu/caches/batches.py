@@ -43,17 +43,11 @@ def run_in_batches(
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """The rows of one call: slices of the arrays of the whole call.
+    """The rows of one call: slices of the arrays of the whole call."""
 
-    Attributes:
-        plan: the plan of the whole call.
-        of_rows: the plan for these rows.
-        first: the first of these rows.
-    """
-
-    plan: CachePlan
-    of_rows: CachePlan
-    first: int
+    plan: CachePlan  # the plan of the whole call
+    of_rows: CachePlan  # the plan for these rows
+    first: int  # the first of these rows
 
     def inputs(self, inputs: KernelInputs) -> KernelInputs:
         """The inputs of these rows."""

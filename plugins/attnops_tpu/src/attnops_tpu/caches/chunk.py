@@ -30,27 +30,16 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The scores [R, size] of a kv head and a chunk of a tile's keys.
-
-    Attributes:
-        plan: the plan of the call.
-        refs: the references of the grid step.
-        tile: the tile of keys.
-        buffer: the index of the tile's buffer.
-        head: the kv head.
-        start: the first key, counted from the tile's first.
-        size: how many keys.
-        between: the transfers to start between reads.
-    """
+    """The scores [R, size] of a kv head and a chunk of a tile's keys."""
 
     plan: CachePlan
-    refs: CacheRefs
-    tile: Tile
-    buffer: jax.Array
-    head: int
-    start: jax.Array | int
-    size: int
-    between: Between
+    refs: CacheRefs  # the references of the grid step
+    tile: Tile  # the tile of keys
+    buffer: jax.Array  # the index of the tile's buffer
+    head: int  # the kv head
+    start: jax.Array | int  # the first key, counted from the tile's first
+    size: int  # how many keys
+    between: Between  # the transfers to start between reads
 
     @property
     def keys(self) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,13 @@ from attnops_tpu.caches.missing import MissingPages
 from attnops_tpu.caches.operands import values_of
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import CacheRefs, Tile, as_slots
-from attnops_tpu.caches.tile_sizes import LANES, reads_a_tile
+from attnops_tpu.caches.tile_sizes import LANES, ranges, reads_a_tile
 from attnops_tpu.caches.transfers import Stream
 from attnops_tpu.caches.write import Writer
 from attnops_tpu.flash.tile import LOG2E
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
 
 # The maximum of no scores: finite, since exp(−inf + inf) is NaN.
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
@@ -45,19 +48,12 @@ def run_item(plan: CachePlan, refs: CacheRefs) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A grid step.
-
-    Attributes:
-        plan: the plan of the call.
-        refs: its references.
-        stream: the transfers of keys and values.
-        missing: masks missing pages of a paged cache; else None.
-    """
+    """A grid step."""
 
     plan: CachePlan
-    refs: CacheRefs
-    stream: Stream
-    missing: MissingPages | None
+    refs: CacheRefs  # its references
+    stream: Stream  # the transfers of keys and values
+    missing: MissingPages | None  # masks missing pages of a paged cache; else None
 
     def run(self) -> None:
         """Compute an item."""
@@ -103,15 +99,16 @@ class Kernel:
         ready.
         """
         plan = self.plan
-        between = Between(starts, reads_a_tile(plan.K, plan.bk))
+        between = Between(starts, reads_a_tile(plan.K, plan.bk, plan.chunk))
         if not masked or plan.bk == plan.masked_chunk or plan.bk % plan.masked_chunk:
-            self._add_chunks(tile, buffer, range(0, plan.bk, plan.chunk), masked, between)
+            self._add_chunks(tile, buffer, ranges(plan.bk, plan.chunk), masked, between)
         else:
             # A loop over chunks, since queries may see few keys of the tile.
             chunk = np.int32(plan.masked_chunk)
 
             def body(index: jax.Array, carry: None) -> None:
-                self._add_chunks(tile, buffer, [pl.multiple_of(index * chunk, plan.masked_chunk)], masked, between)
+                start = pl.multiple_of(index * chunk, plan.masked_chunk)
+                self._add_chunks(tile, buffer, [(start, plan.masked_chunk)], masked, between)
                 return carry
 
             first, stop = lax.div(tile.first * plan.unit, chunk), lax.div(tile.stop * plan.unit + (chunk - 1), chunk)
@@ -119,15 +116,14 @@ class Kernel:
         between.finish()
 
     def _add_chunks(
-        self, tile: Tile, buffer: jax.Array, starts: Iterable[jax.Array | int], masked: bool, between: Between
+        self, tile: Tile, buffer: jax.Array, chunks: Iterable[tuple[Leaf, int]], masked: bool, between: Between
     ) -> None:
-        """Add the chunks of a tile that begin at these keys."""
+        """Add chunks of a tile, (start, size)."""
         plan, ahead = self.plan, collections.deque[tuple[Chunk, jax.Array, Seen | None]]()
         lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.chunk // LANES)), 1)
-        for start in starts:
+        for start, size in chunks:
             shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):
-                size = min(plan.chunk, plan.bk - start) if isinstance(start, int) else plan.masked_chunk
                 chunk = Chunk(plan, self.refs, tile, buffer, head, start, size, between)
                 if masked and (shared is None or chunk.mask_varies_by_head):
                     visible = chunk.visible()
@@ -193,10 +189,8 @@ class Kernel:
 
     def _load(self, array: int, chunk: Chunk, features: slice) -> jax.Array:
         ref, reads = self.refs.buffers[array], []
-        step = LANES if chunk.between.has_any else chunk.size
-        for first in range(0, chunk.size, step):
-            keys = pl.ds(chunk.start + first, min(step, chunk.size - first))
-            reads.append(ref[chunk.buffer, chunk.head, keys, features])
+        for first, size in ranges(chunk.size, LANES if chunk.between.has_any else chunk.size):
+            reads.append(ref[chunk.buffer, chunk.head, pl.ds(chunk.start + first, size), features])
             chunk.between.go_on()
         x = reads[0] if len(reads) == 1 else jnp.concatenate(reads, axis=0)
         return _floats(x, self.plan.stored).astype(self.plan.operand)

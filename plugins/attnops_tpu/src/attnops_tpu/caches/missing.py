@@ -21,17 +21,11 @@ from attnops_tpu.caches.tile_sizes import LANES
 
 @dataclasses.dataclass(frozen=True)
 class MissingPages:
-    """Masks the keys of missing pages, on references.
-
-    Attributes:
-        plan: the plan of the call.
-        refs: the references of the grid step.
-        scratch: those of missing pages.
-    """
+    """Masks the keys of missing pages, on references."""
 
     plan: CachePlan
-    refs: CacheRefs
-    scratch: MissingRefs
+    refs: CacheRefs  # the references of the grid step
+    scratch: MissingRefs  # those of missing pages
 
     def begin(self) -> None:
         """Before the first tile of a core."""

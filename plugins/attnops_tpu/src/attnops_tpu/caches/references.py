@@ -17,6 +17,7 @@ from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.operands import KernelInputs, rows_by_key
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.schedule import ItemSchedule
+from attnops_tpu.caches.stream_state import StreamState
 from attnops_tpu.caches.tile_sizes import LANES
 from attnops_tpu.references import ANY, Input, Output, Prefetched, needed
 
@@ -66,7 +67,7 @@ class CacheRefs(NamedTuple):
     by_key_buffer: Any  # tiles of ``by_key`` [buffers, rows, bk]
     # two pieces of the table, [2 · piece] in scalar memory: with one axis, the address of an entry is a sum.
     pages: Any
-    stream: Any  # the numbers of `attnops_tpu.caches.transfers.StreamState`, in scalar memory
+    stream: Any  # the numbers of `attnops_tpu.caches.stream_state.StreamState`, in scalar memory
     arrived: Any  # semaphores [buffers]
     piece_arrived: Any  # semaphores [2], one for each piece of ``pages``
     missing: MissingRefs | None  # what masks missing pages; None without pages
@@ -98,10 +99,9 @@ class Tile(NamedTuple):
     is_full: jax.Array  # whether nothing is masked
 
 
-def references(plan: CachePlan, inputs: KernelInputs, stream: int) -> CacheRefs:
-    """The declaration of the kernel's references; ``stream``: how many numbers the state of transfers has."""
+def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
+    """The declaration of the kernel's references."""
     values, new, rows = inputs.values, inputs.new, rows_by_key(plan)
-    by_row = tuple(_by_item(plan, x) for x in values.by_row)
     table, words = (Input(x, ANY) for x in inputs.tables) if plan.is_paged else (None, None)
 
     def result(d: int, dtype: np.dtype) -> Output:
@@ -117,7 +117,7 @@ def references(plan: CachePlan, inputs: KernelInputs, stream: int) -> CacheRefs:
         scalars=tuple(map(Prefetched, values.scalars)),
         scales=tuple(map(Prefetched, values.scales)),
         query=_by_item(plan, inputs.query),
-        by_row=by_row,
+        by_row=tuple(_by_item(plan, x) for x in values.by_row),
         new=None if new is None else Written(
             Prefetched(new.first), Prefetched(new.stop), Prefetched(new.blocks),
             tuple(_by_item(plan, x, plan.nq) for x in new.tokens),
@@ -140,7 +140,7 @@ def references(plan: CachePlan, inputs: KernelInputs, stream: int) -> CacheRefs:
         buffers=tuple(pltpu.VMEM((plan.buffers, plan.K, *_buffer(plan, x)), x.dtype) for x in inputs.sources),
         by_key_buffer=pltpu.VMEM((plan.buffers, rows, plan.bk), jnp.int32) if rows else None,
         pages=pltpu.SMEM((2 * plan.piece,), jnp.int32),
-        stream=pltpu.SMEM((stream,), jnp.int32),
+        stream=pltpu.SMEM((StreamState.size,), jnp.int32),
         arrived=pltpu.SemaphoreType.DMA((plan.buffers,)),
         piece_arrived=pltpu.SemaphoreType.DMA((2,)),
         missing=MissingRefs(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,34 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import CacheRefs, Tile
+from attnops_tpu.caches.stream_state import StepCase, StreamState, step_cases
 from attnops_tpu.caches.tile_sizes import Starts
 from attnops_tpu.caches.write import Writer
-
-
-class StreamState(NamedTuple):
-    """The numbers of `CacheRefs.stream`; an instance, `AT`, has the index of each.
-
-    Attributes:
-        item: the item of the tile to transfer next; the number of items if there is none.
-        tile: the index of that tile in its row.
-        is_whole: whether all its units are transferred.
-        enters: whether it begins another piece of the table.
-        started: the buffer that it is transferred to.
-        used: the buffer of the tile to compute with next.
-        piece: the index of the piece of the table that is in use, among all pieces of the core.
-    """
-
-    item: int
-    tile: int
-    is_whole: int
-    enters: int
-    started: int
-    used: int
-    piece: int
-
-
-AT: Final = StreamState(*range(len(StreamState._fields)))
-
 
 # Computes with a tile: the tile, its buffer, whether it has something to mask, and transfers to start meanwhile.
 Compute = Callable[[Tile, jax.Array, bool, list[Callable[[], None]]], None]
@@ -56,24 +31,23 @@ Compute = Callable[[Tile, jax.Array, bool, list[Callable[[], None]]], None]
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The transfers of a core.
-
-    Attributes:
-        plan: the plan of the call.
-        refs: the references of the grid step.
-        writer: writes new tokens; None for a call that writes none.
-    """
+    """The transfers of a core."""
 
     plan: CachePlan
-    refs: CacheRefs
-    writer: Writer | None
+    refs: CacheRefs  # the references of the grid step
+    writer: Writer | None  # writes new tokens; None for a call that writes none
+
+    @property
+    def state(self) -> StreamState:
+        """What is transferred, and what is computed with next."""
+        return StreamState(self.refs.stream)
 
     def begin(self, core: jax.Array) -> None:
         """Start the transfers of the first tiles of a core."""
         item = self.refs.schedule.following[core]
         self._set_next(item, self._first_tile(item))
-        self.refs.stream[AT.started] = self.refs.stream[AT.used] = 0
-        self.refs.stream[AT.piece] = -1
+        self.state.next_buffer = self.state.buffer = 0
+        self.state.piece = -1
         if self.plan.is_paged:
             pl.when(item < self.plan.items)(lambda: self._start_piece(item, self._first_piece(item), jnp.int32(0)))
 
@@ -103,19 +77,19 @@ class Stream:
             index: the index of the tile in the row.
             compute: is called with the tile, see `Compute`.
         """
-        plan, buffer = self.plan, self.refs.stream[AT.used]
-        self.refs.stream[AT.used] = self._after(buffer)
-        exists, target = self.refs.stream[AT.item] < plan.items, self.refs.stream[AT.started]
+        plan, buffer = self.plan, self.state.buffer
+        self.state.buffer = self._after(buffer)
+        exists, target = self.state.next_item < plan.items, self.state.next_buffer
         is_full = (index >= self.refs.schedule.first_full[item]) & (index < self.refs.schedule.stop_full[item])
-        is_whole = self.refs.stream[AT.is_whole] != 0
         if self.writer is not None:
             is_full &= ~self.writer.has(lax.div(item, np.int32(plan.nq)), index)
-        is_plain, is_masked = is_full & is_whole, ~(is_full & is_whole)
+        next_is_whole = self.state.next_is_whole
+        cases = step_cases(plan.starts, is_full, next_is_whole)
         self._enter()
 
         # In straight-line code, so that the compiler overlaps the starts, and the scalar work for the next step, with
         # the computation.
-        def plain(slot: int | None) -> None:
+        def whole(slot: int | None = None) -> None:
             starts = list(self._starts_of_whole(self._next(), target, slot))
             if plan.starts is Starts.BEFORE:
                 _all(starts)
@@ -126,58 +100,55 @@ class Stream:
                 _all(starts)
             self._go_on()
 
-        # The same if the next tile is not whole, or there is none: computed as masked, many rows need twice the time.
         def last() -> None:
             self._start_by_unit(exists)
             tile = self.tile(item, index)
             self._wait_whole(tile, buffer)
             compute(tile, buffer, False, [])
 
-        if plan.starts is Starts.AFTER:
-            is_masked = ~is_full
-            pl.when(is_full & ~is_whole)(last)
-        if plan.starts is Starts.BETWEEN and plan.is_paged and plan.units == plan.piece:
-            # Each of a tile's many starts has one scalar operation less if the address of the piece is static.
-            for slot in range(2):
-                pl.when(is_plain & (self._slot_of_piece() == slot))(functools.partial(plain, slot))
-        else:
-            pl.when(is_plain)(functools.partial(plain, None))
-
-        @pl.when(is_masked)
-        def _() -> None:
+        def masked() -> None:
             tile = self.tile(item, index)
-            pl.when(is_whole)(lambda: _all(self._starts_of_whole(self._next(), target)))
-            pl.when(exists & ~is_whole)(lambda: self._each_unit(self._next(), target, start=True))
+            pl.when(next_is_whole)(lambda: _all(self._starts_of_whole(self._next(), target)))
+            pl.when(exists & ~next_is_whole)(lambda: self._each_unit(self._next(), target, start=True))
             pl.when(exists)(self._go_on)
             pl.when(tile.is_full)(lambda: self._wait_whole(tile, buffer))
             pl.when(~tile.is_full)(lambda: self._each_unit(tile, buffer, start=False))
             compute(tile, buffer, True, [])
 
+        bodies = {StepCase.WHOLE: whole, StepCase.LAST: last, StepCase.MASKED: masked}
+        for case, holds in cases.items():
+            if case is StepCase.WHOLE and plan.starts is Starts.BETWEEN and plan.is_paged and plan.units == plan.piece:
+                # Each of a tile's many starts has one scalar operation less if the address of the piece is static.
+                for slot in range(2):
+                    pl.when(holds & (self._slot_of_piece() == slot))(functools.partial(whole, slot))
+            else:
+                pl.when(holds)(bodies[case])
+
     def start_next(self) -> None:
         """Start the transfer of the next tile of the stream, if there is one."""
         self._enter()
-        self._start_by_unit(self.refs.stream[AT.item] < self.plan.items)
+        self._start_by_unit(self.state.next_item < self.plan.items)
 
     def _start_by_unit(self, exists: jax.Array) -> None:
         """Start the transfers of the next tile, if it exists; its piece of the table must have arrived."""
 
         @pl.when(exists)
         def _() -> None:
-            self._each_unit(self._next(), self.refs.stream[AT.started], start=True)
+            self._each_unit(self._next(), self.state.next_buffer, start=True)
             self._go_on()
 
     def _next(self) -> Tile:
         """The tile to transfer next; there must be one."""
-        return self.tile(self.refs.stream[AT.item], self.refs.stream[AT.tile])
+        return self.tile(self.state.next_item, self.state.next_tile)
 
     def _go_on(self) -> None:
         """Make the tile after the next tile, which must exist, the next."""
-        item, index = self.refs.stream[AT.item], self.refs.stream[AT.tile]
+        item, index = self.state.next_item, self.state.next_tile
         following, goes_on = self.refs.schedule.following[item + self.plan.cores], index + 1 < self._stop_tile(item)
         self._set_next(
             jnp.where(goes_on, item, following), jnp.where(goes_on, index + 1, self._first_tile(following))
         )  # fmt: skip
-        self.refs.stream[AT.started] = self._after(self.refs.stream[AT.started])
+        self.state.next_buffer = self._after(self.state.next_buffer)
 
     def _set_next(self, item: jax.Array, index: jax.Array) -> None:
         """Set the next tile; there is none if ``item`` is none."""
@@ -185,10 +156,8 @@ class Stream:
         exists, known = item < plan.items, jnp.minimum(item, plan.items - 1)
         is_whole = (self.refs.schedule.first[known] <= first) & (self.refs.schedule.stop[known] >= first + plan.units)
         enters = (index == self._first_tile(known)) | (lax.rem(first, np.int32(plan.piece)) == 0)
-        self.refs.stream[AT.item], self.refs.stream[AT.tile] = item, index
-        self.refs.stream[AT.is_whole], self.refs.stream[AT.enters] = (
-            (exists & x).astype(jnp.int32) for x in (is_whole, enters)
-        )
+        self.state.next_item, self.state.next_tile = item, index
+        self.state.next_is_whole, self.state.next_enters = exists & is_whole, exists & enters
 
     def _after(self, buffer: jax.Array) -> jax.Array:
         return jnp.where(buffer == self.plan.buffers - 1, 0, buffer + 1)
@@ -196,16 +165,13 @@ class Stream:
     def _enter(self) -> None:
         """Wait for the piece of the table that the next tile needs."""
         if self.plan.is_paged:
-            pl.when(self.refs.stream[AT.enters] != 0)(self._enter_piece)
+            pl.when(self.state.next_enters)(self._enter_piece)
 
     def _enter_piece(self) -> None:
         """Wait for the piece of the table that comes next, and start the transfer of the one after."""
-        plan, number, item = self.plan, self.refs.stream[AT.piece] + 1, self.refs.stream[AT.item]
-        piece, following = (
-            lax.div(self.refs.stream[AT.tile] * plan.units, np.int32(plan.piece)),
-            self.refs.schedule.following,
-        )
-        self.refs.stream[AT.piece] = number
+        plan, number, item = self.plan, self.state.piece + 1, self.state.next_item
+        piece, following = self._piece_of(self.state.next_tile), self.refs.schedule.following
+        self.state.piece = number
         self._piece_copy(item, piece, lax.rem(number, np.int32(2))).wait()
         goes_on = (piece + 1) * plan.piece < self.refs.schedule.stop[item]
         exists = goes_on | (following[item + plan.cores] < plan.items)
@@ -214,7 +180,7 @@ class Stream:
         pl.when(exists)(lambda: self._start_piece(after, at, lax.rem(number + 1, np.int32(2))))
 
     def _slot_of_piece(self) -> jax.Array:
-        return lax.rem(self.refs.stream[AT.piece], np.int32(2))
+        return lax.rem(self.state.piece, np.int32(2))
 
     def _start_piece(self, item: jax.Array, piece: jax.Array, slot: jax.Array) -> None:
         self._piece_copy(item, piece, slot).start()
@@ -321,7 +287,11 @@ class Stream:
         )
 
     def _first_piece(self, item: jax.Array) -> jax.Array:
-        return lax.div(self._first_tile(item) * self.plan.units, np.int32(self.plan.piece))
+        return self._piece_of(self._first_tile(item))
+
+    def _piece_of(self, tile: jax.Array) -> jax.Array:
+        """The piece of a row's table that a tile's pages are in."""
+        return lax.div(tile * self.plan.units, np.int32(self.plan.piece))
 
 
 def _all(functions: Iterable[Callable[[], None]]) -> None:

@@ -11,7 +11,9 @@ the last one writes them to main memory.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,29 +27,30 @@ from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import CacheRefs, Tile
 
 
+class _Group(NamedTuple):
+    """A group of slots of a tile that has new tokens."""
+
+    tile: Tile
+    buffer: jax.Array  # the tile's
+    array: int  # which of the sources
+    slots: int  # how many slots it has
+    turn: int  # what is subtracted from the number of a slot, see `Writer._turns`
+    number: jax.Array  # in the row; goes on beyond a ring's end
+
+
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """Writes the new tokens of a call, on references.
-
-    Attributes:
-        plan: the plan of the call.
-        refs: the references of the grid step.
-        new: those of the new tokens.
-    """
+    """Writes the new tokens of a call, on references."""
 
     plan: CachePlan
-    refs: CacheRefs
-    new: Written
+    refs: CacheRefs  # the references of the grid step
+    new: Written  # those of the new tokens
 
     def has(self, entry: jax.Array, number: jax.Array) -> jax.Array:
         """Whether a tile of an entry has new tokens."""
         first, stop, start = self.new.first[entry], self.new.stop[entry], number * self.plan.bk
         has_new = (stop > first) & (start < stop) & (first < start + self.plan.bk)
         return has_new | (start < stop - self.plan.S) if self.plan.is_ring else has_new
-
-    def _group(self, array: int) -> int:
-        itemsize = self.refs.buffers[array].dtype.itemsize
-        return group_of(array >= self.plan.token_arrays, itemsize, self.plan.unit)
 
     @property
     def _turns(self) -> tuple[int, ...]:
@@ -61,65 +64,51 @@ class Writer:
 
     def put(self, tile: Tile, buffer: jax.Array) -> None:
         """Write the new tokens of a tile to its buffer, and start their transfers to main memory."""
-        entry, number, is_writing = tile.entry, tile.number, self._is_writing(tile.item)
-        for array in range(self.plan.sources):
-            group = self._group(array)
+        is_writing = self._is_writing(tile.item)
 
-            for turn in self._turns:
+        def write(group: _Group) -> None:
+            self._merge(group)
+            pl.when(is_writing)(self._copy(group).start)
 
-                def one(
-                    index: jax.Array, carry: None, array: int = array, group: int = group, turn: int = turn
-                ) -> None:
-                    self._merge(entry, number, buffer, array, group, index, turn)
-                    copy = self._copy(entry, number, buffer, array, group, index, turn)
-                    pl.when(is_writing)(copy.start)
-                    return carry
-
-                lax.fori_loop(*self._groups(entry, number, group, turn), one, None)
+        self._each_group(tile, buffer, write)
 
     def finish(self, tile: Tile, buffer: jax.Array) -> None:
         """Wait for the transfers that `put` started."""
-        pl.when(self._is_writing(tile.item))(lambda: self._wait(tile.entry, tile.number, buffer))
+        wait = functools.partial(self._each_group, tile, buffer, lambda group: self._copy(group).wait())
+        pl.when(self._is_writing(tile.item))(wait)
 
-    def _wait(self, entry: jax.Array, number: jax.Array, buffer: jax.Array) -> None:
-        for array in range(self.plan.sources):
-            group = self._group(array)
-
+    def _each_group(self, tile: Tile, buffer: jax.Array, do: Callable[[_Group], None]) -> None:
+        """Call a function for each group of a tile that has new tokens."""
+        for array, to in enumerate(self.refs.buffers):
+            slots = group_of(array >= self.plan.token_arrays, to.dtype.itemsize, self.plan.unit)
             for turn in self._turns:
+                group = functools.partial(_Group, tile, buffer, array, slots, turn)
+                lax.fori_loop(*self._groups(tile, slots, turn), lambda i, _, group=group: do(group(i)), None)
 
-                def one(
-                    index: jax.Array, carry: None, array: int = array, group: int = group, turn: int = turn
-                ) -> None:
-                    self._copy(entry, number, buffer, array, group, index, turn).wait()
-                    return carry
-
-                lax.fori_loop(*self._groups(entry, number, group, turn), one, None)
-
-    def _groups(self, entry: jax.Array, number: jax.Array, group: int, turn: int) -> tuple[jax.Array, jax.Array]:
+    def _groups(self, tile: Tile, slots: int, turn: int) -> tuple[jax.Array, jax.Array]:
         """The range of groups of a tile that have new tokens; their numbers go on beyond a ring's end."""
-        of_tile, before = self.plan.bk // group, turn // group
+        entry, number = tile.entry, tile.number
+        of_tile, before = self.plan.bk // slots, turn // slots
         end = (number + 1) * of_tile
-        end = jnp.minimum(end, self.plan.S // group) + before if self.plan.is_ring else end
-        first = jnp.maximum(lax.div(self.new.first[entry], np.int32(group)), number * of_tile + before)
-        stop = jnp.minimum(lax.div(self.new.stop[entry] + (group - 1), np.int32(group)), end)
+        end = jnp.minimum(end, self.plan.S // slots) + before if self.plan.is_ring else end
+        first = jnp.maximum(lax.div(self.new.first[entry], np.int32(slots)), number * of_tile + before)
+        stop = jnp.minimum(lax.div(self.new.stop[entry] + (slots - 1), np.int32(slots)), end)
         return first, jnp.where(self.has(entry, number), stop, first)
 
-    def _merge(
-        self, entry: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array,
-        turn: int,
-    ) -> None:  # fmt: skip
-        at = pl.ds(pl.multiple_of(index * group - turn - number * self.plan.bk, group), group)
-        first, stop = (ref[entry] - index * group for ref in (self.new.first, self.new.stop))
-        to, tokens = self.refs.buffers[array], self.new.tokens[array]
-        given = index - lax.div(self.new.first[entry], np.int32(group))
-        if array >= self.plan.token_arrays:
+    def _merge(self, group: _Group) -> None:
+        entry, index, slots, buffer = group.tile.entry, group.number, group.slots, group.buffer
+        at = pl.ds(pl.multiple_of(index * slots - group.turn - group.tile.number * self.plan.bk, slots), slots)
+        first, stop = (ref[entry] - index * slots for ref in (self.new.first, self.new.stop))
+        to, tokens = self.refs.buffers[group.array], self.new.tokens[group.array]
+        given = index - lax.div(self.new.first[entry], np.int32(slots))
+        if group.array >= self.plan.token_arrays:
             old = to[buffer, :, at]
             lane = lax.broadcasted_iota(jnp.int32, old.shape, 1)
-            new = tokens[0, :, pl.ds(pl.multiple_of(given * group, group), group)]
+            new = tokens[0, :, pl.ds(pl.multiple_of(given * slots, slots), slots)]
             to[buffer, :, at] = jnp.where((lane >= first) & (lane < stop), new, old)
             return
         packed = 4 // to.dtype.itemsize
-        words = group // packed
+        words = slots // packed
         given_at = slice(None) if self.plan.T == 1 else pl.ds(pl.multiple_of(given * words, words), words)
         for head in range(self.plan.K):
             old = to[buffer, head, at]
@@ -129,12 +118,10 @@ class Writer:
             merged = (new & is_new) | (old & ~is_new)
             to[buffer, head, at] = pltpu.bitcast(merged, to.dtype)
 
-    def _copy(
-        self, entry: jax.Array, number: jax.Array, buffer: jax.Array, array: int, group: int, index: jax.Array,
-        turn: int,
-    ) -> Any:  # fmt: skip
-        plan, slot = self.plan, index * group - turn
-        at = pl.multiple_of(slot - number * plan.bk, group)
+    def _copy(self, group: _Group) -> Any:
+        """The transfer of a group from its tile to main memory."""
+        plan, entry, slots, slot = self.plan, group.tile.entry, group.slots, group.number * group.slots - group.turn
+        at = pl.multiple_of(slot - group.tile.number * plan.bk, slots)
         if plan.is_paged:
             unit = np.int32(plan.unit)
             each = self.new.blocks.shape[0] // plan.B
@@ -142,10 +129,9 @@ class Writer:
             slot = lax.rem(slot, unit)
         else:
             block = self.new.blocks[entry]
-        target = self.refs.sources[array].at[block, :, pl.ds(pl.multiple_of(slot, group), group)]
-        return pltpu.make_async_copy(
-            self.refs.buffers[array].at[buffer, :, pl.ds(at, group)], target, self.refs.written.at[0]
-        )
+        target = self.refs.sources[group.array].at[block, :, pl.ds(pl.multiple_of(slot, slots), slots)]
+        source = self.refs.buffers[group.array].at[group.buffer, :, pl.ds(at, slots)]
+        return pltpu.make_async_copy(source, target, self.refs.written.at[0])
 
 
 def _bits_of_slots(shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:

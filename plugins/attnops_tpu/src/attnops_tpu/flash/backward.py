@@ -246,13 +246,7 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: BackwardRefs) -> None
 
 
 def _add_tile(
-    plan: FlashPlan,
-    refs: BackwardRefs,
-    index: TileIndex,
-    body: Body,
-    dq: Ref,
-    begins: Leaf,
-    start: Leaf,
+    plan: FlashPlan, refs: BackwardRefs, index: TileIndex, body: Body, dq: Ref, begins: Leaf, start: Leaf
 ) -> None:
     """Add the contribution of a tile to the gradients.
 

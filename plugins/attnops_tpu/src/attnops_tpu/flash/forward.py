@@ -251,13 +251,9 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
 
 
 def _step(
-    plan: FlashPlan,
-    refs: ForwardRefs,
-    indices: tuple[TileIndex, TileIndex],
-    first: Leaf,
-    body: Body,
+    plan: FlashPlan, refs: ForwardRefs, indices: tuple[TileIndex, TileIndex], first: Leaf, body: Body,
     hidden_before: Hidden = (),
-) -> None:
+) -> None:  # fmt: skip
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
     Args:

@@ -20,28 +20,10 @@ _LEAST: Final = 8 << 20
 
 
 def launch(
-    plan: FlashPlan,
-    kernel: Callable[[References], None],
-    name: str,
-    refs: References,
-    *,
-    grid: tuple[jax.Array | int, ...],
-    cost: pl.CostEstimate | None = None,
-    sequential: bool = False,
-    spilled: int = 0,
-) -> Sequence[jax.Array]:
-    """The results of a kernel, see `attnops_tpu.references.call_kernel`.
-
-    Args:
-        plan: the plan of the call.
-        kernel: takes references like ``refs``.
-        name: the name of the kernel.
-        refs: the declaration of its references.
-        grid: batch and heads, and sequential axes.
-        cost: the estimate by which the compiler overlaps the kernel with transfers.
-        sequential: whether batches and heads must run in order too, on one core.
-        spilled: bytes of vector memory for registers that the compiler may spill.
-    """
+    plan: FlashPlan, kernel: Callable[[References], None], name: str, refs: References, *,
+    grid: tuple[jax.Array | int, ...], cost: pl.CostEstimate | None = None, sequential: bool = False, spilled: int = 0,
+) -> Sequence[jax.Array]:  # fmt: skip
+    """The results of a kernel, see `attnops_tpu.references.call_kernel` and `compiler_params`."""
     params = compiler_params(plan, len(grid), needed(refs), sequential, spilled)
     return call_kernel(kernel, refs, name, grid=grid, params=params, interpret=plan.interpret, cost=cost)
 

@@ -49,17 +49,12 @@ class Arrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array and its blocks.
+    """An array and its blocks."""
 
-    Attributes:
-        array: the array.
-        block: shape of a block, None for squeezed axes; empty for the complete array, in scalar memory.
-        block_index: the index of a tile's block.
-    """
-
-    array: jax.Array
+    array: jax.Array  # the array
+    # Shape of a block, None for squeezed axes; empty for the complete array, in scalar memory.
     block: tuple[int | None, ...] = ()
-    block_index: Callable[[TileIndex], tuple[jax.Array | int, ...]] | None = None
+    block_index: Callable[[TileIndex], tuple[jax.Array | int, ...]] | None = None  # the index of a tile's block
 
     def at(self, tile_at: Callable[..., TileIndex]) -> Input:
         """The array and the blocks of grid steps, whose tiles ``tile_at`` gives."""

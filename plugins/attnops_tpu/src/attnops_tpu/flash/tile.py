@@ -32,17 +32,11 @@ REPLACEMENTS: Final[Mapping[str, Function]] = {
 
 @dataclasses.dataclass(frozen=True)
 class SubTile:
-    """A sub-tile: ``rows`` keys starting at ``row``, by ``cols`` queries starting at ``col``, of one tile.
-
-    Attributes:
-        plan: the plan of the call.
-        arrays: references to the tile's blocks of `attnops_tpu.flash.operands.Arrays`.
-        index: the index of the tile.
-    """
+    """A sub-tile: ``rows`` keys starting at ``row``, by ``cols`` queries starting at ``col``, of one tile."""
 
     plan: FlashPlan
-    arrays: Arrays
-    index: TileIndex
+    arrays: Arrays  # references to the tile's blocks of `attnops_tpu.flash.operands.Arrays`
+    index: TileIndex  # the index of the tile
     row: int
     rows: int
     col: int

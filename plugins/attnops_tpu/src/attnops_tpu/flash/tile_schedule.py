@@ -69,30 +69,21 @@ class Entry(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
-    """The active tiles of each map, row by row. A pytree.
+    """The active tiles of each map, row by row. A pytree."""
 
-    Attributes:
-        entries: int32 [maps · (longest + 1)]; shorter maps are padded by repeating their last tile as EMPTY, and each
-            map has one such entry more. If batches are joined, the batch of each entry follows each map.
-        map_shape: how many batches and heads the maps have, each 1 or all.
-        longest: the most entries of a map.
-        kinds: the kinds of entries, other than EMPTY; a kernel has code only for these.
-        rows: index of the first row, and of the last plus 1.
-        bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles.
-        traced: for a traced mask, the grid steps that are needed, int32; else None.
-        after_reduced: the kinds of entries, other than PARTIAL and EMPTY, that follow a `REDUCED` one.
-        joined: how many batches each map lists, one after the other, so that none is padded; the grid has so many times
-            fewer batches.
-    """
-
+    # Int32 [maps · (longest + 1)]; shorter maps are padded by repeating their last tile as EMPTY, and each map has one
+    # such entry more. If batches are joined, the batch of each entry follows each map.
     entries: Ref
-    map_shape: tuple[int, int]
-    longest: int
-    kinds: tuple[int, ...]
-    rows: tuple[int, int]
-    bodies: Bodies = (MASKED, MASKED)
-    traced: Leaf = None
+    map_shape: tuple[int, int]  # how many batches and heads the maps have, each 1 or all
+    longest: int  # the most entries of a map
+    kinds: tuple[int, ...]  # the kinds of entries, other than EMPTY; a kernel has code only for these
+    rows: tuple[int, int]  # index of the first row, and of the last plus 1
+    bodies: Bodies = (MASKED, MASKED)  # the code of `REDUCED` tiles, and of other PARTIAL tiles
+    traced: Leaf = None  # for a traced mask, the grid steps that are needed, int32; else None
+    # The kinds of entries, other than PARTIAL and EMPTY, that follow a `REDUCED` one.
     after_reduced: tuple[int, ...] = ()
+    # How many batches each map lists, one after the other, so that none is padded; the grid has so many times fewer
+    # batches.
     joined: int = 1
 
     @property
@@ -222,11 +213,7 @@ def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
 
 
 def tile_schedule(
-    coverage: Array,
-    first_row: int = 0,
-    first_column: int = 0,
-    bodies: Bodies = (MASKED, MASKED),
-    joins: bool = False,
+    coverage: Array, first_row: int = 0, first_column: int = 0, bodies: Bodies = (MASKED, MASKED), joins: bool = False
 ) -> TileSchedule:
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 

@@ -89,29 +89,20 @@ LANES: Final = 128
 
 
 class Problem(NamedTuple):
-    """What tile sizes depend on.
+    """What tile sizes depend on."""
 
-    Attributes:
-        T, S: queries and keys.
-        G: query heads per kv head.
-        D, Dv: head dims.
-        itemsize: bytes per element of query, key and value.
-        out_itemsize: bytes per element of the output.
-        has_cap_or_bias: whether scores have a cap or a bias.
-        bytes_a_score: bytes per score of arrays of T × S elements and their gradients.
-        n_maps: the product of the numbers of batches and heads of the block map.
-    """
-
+    # Queries and keys.
     T: int
     S: int
-    G: int
+    G: int  # query heads per kv head
+    # Head dims.
     D: int
     Dv: int
-    itemsize: int
-    out_itemsize: int
-    has_cap_or_bias: bool = False
-    bytes_a_score: int = 0
-    n_maps: int = 1
+    itemsize: int  # bytes per element of query, key and value
+    out_itemsize: int  # bytes per element of the output
+    has_cap_or_bias: bool = False  # whether scores have a cap or a bias
+    bytes_a_score: int = 0  # bytes per score of arrays of T × S elements and their gradients
+    n_maps: int = 1  # the product of the numbers of batches and heads of the block map
 
 
 def choose(

@@ -53,12 +53,12 @@ def test_a_kernel_gets_each_reference_by_its_name() -> None:
 
     x = [jnp.arange(16 * 128, dtype=jnp.float32).reshape(16, 128) + i for i in range(2)]
     kept = jnp.full((16, 128), -1.0)
-    found = call_kernel(
+    results = call_kernel(
         kernel, declared(kept, x), "test", grid=(2,), params=pltpu.CompilerParams(), interpret=True
     )  # fmt: skip
     out = np.asarray(3 * x[0] - x[1])
-    np.testing.assert_array_equal(found[1], out)
-    np.testing.assert_array_equal(found[0], np.where(np.arange(16)[:, None] % 8 == 0, out, -1))
+    np.testing.assert_array_equal(results[1], out)
+    np.testing.assert_array_equal(results[0], np.where(np.arange(16)[:, None] % 8 == 0, out, -1))
 
 
 def test_blocks_have_two_buffers_of_complete_registers() -> None:

@@ -70,7 +70,7 @@ def call_kernel(
     """The results of a kernel, in the order of their declaration.
 
     Args:
-        kernel: takes a NamedTuple like ``refs``, of references.
+        kernel: is given a NamedTuple like ``refs``, of references.
         refs: the declaration.
         name: the name of the kernel.
         grid: the grid.

@@ -51,9 +51,9 @@ def test_rows_are_the_queries_of_each_head_and_columns_slots_of_the_cache(
     plan = with_mask(cache_plan, Causal(), T=6, bq=3, S=64)
     seen = np.asarray(Causal().bind(3, 4, 6, 64).dense(3, 4, 6, 64))[0, 0]
     item, number = 3, 3  # the second tile of queries of row 1; slots 48 to 63
-    found = visible(plan, item, number, 8, 8)
-    assert found.shape == (plan.G * 3, 8)
-    np.testing.assert_array_equal(found, np.tile(seen[3:6, 56:64], (plan.G, 1)))
+    result = visible(plan, item, number, 8, 8)
+    assert result.shape == (plan.G * 3, 8)
+    np.testing.assert_array_equal(result, np.tile(seen[3:6, 56:64], (plan.G, 1)))
 
 
 def test_slots_beyond_the_rows_end_and_of_missing_pages_are_masked_unless_the_tile_is_full(
@@ -75,8 +75,8 @@ def test_values_by_key_are_those_of_the_chunk_in_the_tiles_buffer(cache_plan: Ca
     tiles = np.zeros((2, 1, 16), np.int32)
     tiles[1, value.place] = is_token[1, 32:48]
     are_queries = SimpleNamespace(by_row=[Buffer(np.ones((1, plan.R, 128), np.int32))])
-    found = visible(plan, 2, 2, 4, 8, by_key_buffer=Buffer(tiles), state=are_queries)
-    np.testing.assert_array_equal(found, np.tile(is_token[1, 36:44], (plan.R, 1)))
+    result = visible(plan, 2, 2, 4, 8, by_key_buffer=Buffer(tiles), state=are_queries)
+    np.testing.assert_array_equal(result, np.tile(is_token[1, 36:44], (plan.R, 1)))
 
 
 @pytest.mark.parametrize(("bk", "chunk"), [(16, 16), (2048, 1024), (1280, 512), (100, 40)])

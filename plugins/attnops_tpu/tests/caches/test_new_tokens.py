@@ -38,10 +38,10 @@ def test_words_hold_the_tokens_of_whole_groups(dtype: Any, T: int, cache_plan: C
     first, size = np.array([0, 5, 61], np.int32), np.array([T, T - 1, T], np.int32)
     blocks = np.array([[0, 1], [2, 3], [4, 5]], np.int32)
     array = SimpleNamespace(dtype=np.dtype(dtype))
-    found = jax.jit(lambda x: written(plan, NewTokens({"key": x}, first, size, blocks), 10, {"key": array}))(tokens)
-    assert (found.stop - found.first).tolist() == size.tolist()
-    assert found.blocks.tolist() == [10, 11, 12, 13, 14, 15]
-    words = np.asarray(found.tokens[0])
+    result = jax.jit(lambda x: written(plan, NewTokens({"key": x}, first, size, blocks), 10, {"key": array}))(tokens)
+    assert (result.stop - result.first).tolist() == size.tolist()
+    assert result.blocks.tolist() == [10, 11, 12, 13, 14, 15]
+    words = np.asarray(result.tokens[0])
     assert words.shape[0] == plan.items == 4, "rows are padded to as many as items"
     bits = words.view(dtype).reshape(4, 2, words.shape[2], 8, -1)  # the slots of a word are last
     group = group_of(False, tokens.itemsize, 64)
@@ -71,17 +71,17 @@ def test_a_tiles_groups_are_those_that_hold_a_new_token(is_ring: bool, cache_pla
             for row, number in tiles
         ]
 
-    found = {turn: np.array(jax.jit(lambda turn=turn: jnp.array(groups(turn)))()) for turn in turns}
+    result = {turn: np.array(jax.jit(lambda turn=turn: jnp.array(groups(turn)))()) for turn in turns}
     for row in range(3):
         for number in range(plan.nk):
             slots = {s % plan.S for s in range(firsts[row], firsts[row] + sizes[row])}
             wanted = {s // group for s in slots if s // plan.bk == number}
             at = row * plan.nk + number
             written_to = {
-                g - turn // group for turn in turns for g in range(int(found[turn][at, 1]), int(found[turn][at, 2]))
+                g - turn // group for turn in turns for g in range(int(result[turn][at, 1]), int(result[turn][at, 2]))
             }
             assert written_to == wanted
-            assert bool(found[0][at, 0]) == bool(wanted)
+            assert bool(result[0][at, 0]) == bool(wanted)
 
 
 @pytest.mark.parametrize("nq", [1, 3])
@@ -93,7 +93,7 @@ def test_the_last_tile_of_queries_of_a_row_writes(nq: int, cache_plan: Callable[
 @pytest.mark.parametrize("packed", [1, 2, 4])
 def test_the_bits_of_new_slots_are_1(packed: int) -> None:
     rows, first, stop = 8 // packed, 2, 7
-    found = np.asarray(jax.jit(lambda: _bits_of_slots((rows, 2), jnp.int32(first), jnp.int32(stop), packed))())
+    result = np.asarray(jax.jit(lambda: _bits_of_slots((rows, 2), jnp.int32(first), jnp.int32(stop), packed))())
     wanted = [sum(((1 << 32 // packed) - 1) << (32 // packed * i) for i in range(packed)
                   if first <= word * packed + i < stop) for word in range(rows)]  # fmt: skip
-    assert (found.astype(np.uint32) == np.array(wanted, np.uint32)[:, None]).all()
+    assert (result.astype(np.uint32) == np.array(wanted, np.uint32)[:, None]).all()

@@ -56,19 +56,19 @@ def test_each_query_is_in_a_tile_of_its_row(name: str) -> None:
         out, lse = packed(made, made.call.query, made.call.query[..., 0].swapaxes(1, 2))
         return fields, out, lse
 
-    found, out, lse = jax.tree.map(np.asarray, jax.jit(run)(rows))
-    assert isinstance(found, Unpacked)
-    queries = found.call[:, :, 0, 0].astype(int) - 1  # the packed query of each place
+    result, out, lse = jax.tree.map(np.asarray, jax.jit(run)(rows))
+    assert isinstance(result, Unpacked)
+    queries = result.call[:, :, 0, 0].astype(int) - 1  # the packed query of each place
     assert len(queries) == tiles_of(N, B, bq)
-    assert len(found.of_keys) == (len(queries) >= B)
+    assert len(result.of_keys) == (len(queries) >= B)
     has: list[set[int]] = [set() for _ in queries]
     for i, row in enumerate(rows):
-        assert found.is_real[i] == (row >= 0)
+        assert result.is_real[i] == (row >= 0)
         if row >= 0:
-            assert queries[found.tile[i], found.place[i]] == i
-            assert found.row[found.tile[i]] == row
-            has[found.tile[i]].add(i)
-    assert found.exists.tolist() == [bool(x) for x in has]
+            assert queries[result.tile[i], result.place[i]] == i
+            assert result.row[result.tile[i]] == row
+            has[result.tile[i]].add(i)
+    assert result.exists.tolist() == [bool(x) for x in has]
     # Places without a query repeat the last of the tile, so that they see no other keys.
     for tile, real in enumerate(has):
         assert not real or set(queries[tile]) == real

@@ -16,7 +16,7 @@ from attnops_tpu.caches.schedule import ItemSchedule, following, rows_a_call, sc
 
 def by_loop(plan: CachePlan, seen: np.ndarray, new: Written | None) -> dict[str, list[int]]:
     """The schedule of a mask [B, T, S]."""
-    found: dict[str, list[int]] = {"first": [], "stop": [], "first_full": [], "stop_full": []}
+    result: dict[str, list[int]] = {"first": [], "stop": [], "first_full": [], "stop_full": []}
     for item in range(plan.items):
         row, tile = divmod(item, plan.nq)
         exists = row < plan.B
@@ -26,15 +26,15 @@ def by_loop(plan: CachePlan, seen: np.ndarray, new: Written | None) -> dict[str,
             for slot in range(new.first[row], new.stop[row]):
                 units[slot % plan.S // plan.unit] = True
         read = [u for u, is_read in enumerate(units) if is_read] or [0]
-        found["first"].append(read[0])
-        found["stop"].append(read[-1] + 1 if any(units) else 0)
+        result["first"].append(read[0])
+        result["stop"].append(read[-1] + 1 if any(units) else 0)
         slots = [scores[:, t * plan.bk : (t + 1) * plan.bk] for t in range(plan.nk)]
         full = [x.shape[1] == plan.bk and bool(x.all()) for x in slots]
         begin = full.index(True) if any(full) else plan.nk
         end = next((t for t in range(begin, plan.nk) if not full[t]), plan.nk)
-        found["first_full"].append(begin)
-        found["stop_full"].append(end)
-    return found
+        result["first_full"].append(begin)
+        result["stop_full"].append(end)
+    return result
 
 
 def a_mask(B: int, T: int, S: int) -> np.ndarray:
@@ -62,12 +62,12 @@ def test_items_read_from_the_first_to_the_last_unit_that_is_seen_or_written(
     size = np.array([1, plan.T, plan.T if plan.is_ring else 2, 0, plan.T], np.int32)
     new = Written(first, first + size, np.zeros(5, np.int32), ()) if writes else None
     mask = Dense(seen[:, None]).bind(plan.B, plan.H, plan.T, plan.S)
-    found = jax.jit(lambda: schedule(plan, mask, None, new))()
+    result = jax.jit(lambda: schedule(plan, mask, None, new))()
     wanted = by_loop(plan, seen, new)
     for name, numbers in wanted.items():
-        assert getattr(found, name).tolist() == numbers, name
+        assert getattr(result, name).tolist() == numbers, name
     has_keys = [a < b for a, b in zip(wanted["first"], wanted["stop"], strict=True)]
-    assert found.following.tolist() == following_by_loop(plan, has_keys)
+    assert result.following.tolist() == following_by_loop(plan, has_keys)
 
 
 def following_by_loop(plan: CachePlan, has_keys: list[bool]) -> list[int]:
@@ -93,8 +93,8 @@ def test_the_bits_of_a_tiles_pages_are_in_words_of_its_own(
     words = np.asarray(jax.jit(lambda: words_of_pages(plan, exists))()).reshape(3, -1)
     for row, number, index in np.ndindex(3, plan.nk, plan.units):
         word, bit = divmod(index, 32)
-        found = int(words[row, number * plan.words + word]) >> bit & 1
-        assert found == exists[row, number * plan.units + index]
+        result = int(words[row, number * plan.words + word]) >> bit & 1
+        assert result == exists[row, number * plan.units + index]
 
 
 @pytest.mark.parametrize(("nq", "words"), [(1, 0), (1, 5), (40, 0), (1 << 14, 0), ((1 << 14) + 1, 0)])

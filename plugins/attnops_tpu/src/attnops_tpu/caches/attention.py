@@ -82,7 +82,7 @@ def cached_attention(
 
 
 def make_plan(
-    call: FlashCall, cache: StoredCache, wants_lse: bool, is_packed: bool = False, is_by_row: bool = False
+    call: FlashCall, cache: StoredCache, wants_lse: bool, is_packed: bool = False, keys_by_cache_row: bool = False
 ) -> CachePlan:
     """The plan of a call; see `cached_attention` and `CachePlan`."""
     (B, T, H, D), metadata = call.query.shape, call.metadata
@@ -104,8 +104,9 @@ def make_plan(
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return CachePlan(
-        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=layout.width, is_packed=is_packed, is_by_row=is_by_row,
-        is_ring=isinstance(cache, WindowCache), is_paged=isinstance(cache, PagedCache),
+        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=layout.width, is_packed=is_packed,
+        keys_by_cache_row=keys_by_cache_row, is_ring=isinstance(cache, WindowCache),
+        is_paged=isinstance(cache, PagedCache),
         cores=chip.cores, dtype=dtype, stored=jnp.dtype(layout.stored_dtype), operand=_operand(cache, dtype, chip),
         out_dtype=jnp.dtype(call.query.dtype), is_latent=layout.content == "latent",
         is_joined=layout.content == "joined",
@@ -118,7 +119,7 @@ def make_plan(
 def _operand(cache: StoredCache, dtype: np.dtype[Any], chip: Generation) -> np.dtype[Any]:
     """The dtype in which keys and values are multiplied.
 
-    Some matrix units accept e4m3, but take its NaN for a number; `Quantized` stores NaN only with a scale that is NaN.
+    Some matrix units accept e4m3, but treat its NaN as a number; `Quantized` stores NaN only with a scale that is NaN.
     A conversion in the kernel would need three times as many bundles as all else.
     """
     stored = jnp.dtype(cache.store.layout.stored_dtype)

@@ -75,10 +75,12 @@ class _Batch:
 
     def values(self, given: CacheArrays) -> CacheArrays:
         by_key = given.by_key
+        if by_key is not None and by_key.shape[0] > 1 and not self.plan.keys_by_cache_row:
+            by_key = self.rows(by_key)
         return given._replace(
             scalars=tuple(self.rows(x) if x.shape[0] == self.plan.B else self.items(x) for x in given.scalars),
             by_row=tuple(map(self.items, given.by_row)),
-            by_key=by_key if by_key is None or by_key.shape[0] == 1 or self.plan.is_by_row else self.rows(by_key),
+            by_key=by_key,
         )
 
     def schedule(self, items: ItemSchedule) -> ItemSchedule:

@@ -31,7 +31,7 @@ class CacheArrays(NamedTuple):
     scalars: tuple[jax.Array, ...] = ()  # float32 or int32 [B] each, or [items] for values by query
     by_row: tuple[jax.Array, ...] = ()  # float32 or int32 [items, K or 1, R padded to lanes] each
     # int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; B is the rows of the cache if
-    # ``plan.is_by_row``; None for none.
+    # ``plan.keys_by_cache_row``; None for none.
     by_key: jax.Array | None = None
     # float32 [K] for keys, and for values unless they are latent; empty unless scales are by head.
     scales: tuple[jax.Array, ...] = ()

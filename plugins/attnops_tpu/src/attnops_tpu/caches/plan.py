@@ -45,9 +45,9 @@ class CachePlan:
     masked_chunk: int  # the same for a masked tile, which leaves out chunks that no query sees
     unit: int  # slots per unit
     is_packed: bool  # whether the schedule has the row of the cache of each item; else rows follow one another
-    is_by_row: bool  # for packed rows, whether values by key are by row of the cache, instead of by item
+    keys_by_cache_row: bool  # for packed rows, whether values by key are those of the cache's rows, not of items
     is_ring: bool  # whether slot 0 of a row follows its last slot
-    is_paged: bool  # whether units are pages, found by a table
+    is_paged: bool  # whether units are pages, which a table lists
     piece: int  # entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile
     buffers: int  # tiles of keys in vector memory: one is computed with, the others are being transferred
     starts: Starts  # when transfers start, see `Starts`
@@ -56,7 +56,7 @@ class CachePlan:
     stored: np.dtype  # the dtype of stored tokens
     operand: np.dtype  # the dtype of keys and values in products
     out_dtype: np.dtype  # the dtype of the output
-    scales: str  # what has a scale of its own, "token_head" or "head"; empty for tokens that are stored as they are
+    scales: str  # what has a scale of its own, "token_head" or "head"; empty if tokens are not quantised
     is_latent: bool  # whether values are the first Dv features of keys
     is_joined: bool  # whether values are the last Dv features of the array of keys
     precision: jax.lax.PrecisionLike  # the precision of products

@@ -263,7 +263,7 @@ class Stream:
             pl.when(~tile.is_full)(lambda: self._by_key_copy(tile, buffer).start())
 
     def _by_key_copy(self, tile: Tile, buffer: jax.Array) -> Any:
-        row: Any = tile.row if self.plan.is_by_row else tile.entry
+        row: Any = tile.row if self.plan.keys_by_cache_row else tile.entry
         row = row if self.refs.by_key.shape[0] > 1 else 0
         source = self.refs.by_key.at[row, tile.number]
         return pltpu.make_async_copy(source, self.refs.by_key_buffer.at[buffer], self.refs.arrived.at[buffer])

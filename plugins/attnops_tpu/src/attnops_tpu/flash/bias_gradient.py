@@ -90,8 +90,8 @@ class _ValueRefs(NamedTuple):
 def _of_tile(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tile_at: Function) -> tuple[Inputs, Arrays]:
     """The declarations of a tile's inputs."""
     operands = input_operands(plan, inputs), array_operands(plan, arrays)._replace(sinks=None)
-    found: tuple[Inputs, Arrays] = jax.tree.map(lambda x: x.at(tile_at), operands)
-    return found
+    declared: tuple[Inputs, Arrays] = jax.tree.map(lambda x: x.at(tile_at), operands)
+    return declared
 
 
 @folds_batch

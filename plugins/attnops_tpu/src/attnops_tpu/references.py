@@ -90,7 +90,7 @@ def call_kernel(
             places["inputs"] += [] if x.over is None else [place]
         else:
             places["scratch"].append(place)
-    # Of a place that is an input and an output, the output's reference is the kernel's.
+    # Where a place is both an input and an output, the kernel gets the output's reference.
     order = [place for group in places.values() for place in group]
     scalars, inputs, outputs, scratch = ([leaves[place] for place in group] for group in places.values())
 

@@ -34,12 +34,12 @@ CacheType = TypeVar("CacheType", bound=StoredCache)
 def cached_attention(
     call: FlashCall, cache: CacheType, wants_lse: bool, new: NewTokens | None = None
 ) -> tuple[jax.Array, jax.Array | None, CacheType]:
-    """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] if it is asked for, and the cache with new tokens.
+    """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] if ``wants_lse``, and the cache with new tokens.
 
     Args:
         call: for scores by slot; key and value have shape and dtype only.
         cache: the cache.
-        wants_lse: whether the logsumexp is asked for.
+        wants_lse: whether the call returns the logsumexp.
         new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
     """
     of_tiles = unpacked(call, cache) if has_packed(call.mask) else None

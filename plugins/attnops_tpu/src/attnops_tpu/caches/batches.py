@@ -27,7 +27,7 @@ def run_in_batches(
     most = rows_a_call(plan.nq, 0 if new is None else 2 + new.blocks.shape[0] // plan.B)
     if most >= plan.B:
         return run(plan, inputs)
-    together = plan.cores // math.gcd(plan.cores, plan.nq)  # rows after which cores take turns in the same order again
+    together = plan.cores // math.gcd(plan.cores, plan.nq)  # rows after which the order of cores repeats
     size = max(most // together, 1) * together
     by_batch: list[KernelResults] = []
     for first in range(0, plan.B, size):

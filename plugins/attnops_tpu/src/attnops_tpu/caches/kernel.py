@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # The maximum of no scores: finite, since exp(−inf + inf) is NaN.
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
-# How many of the 64 vector registers hold scores that are computed ahead of those that are accumulated.
+# How many of the 64 vector registers hold scores that are computed but not yet accumulated.
 _AHEAD: Final = 32
 
 

@@ -57,7 +57,7 @@ class KernelResults(NamedTuple):
     """The results of a call of the kernel."""
 
     out: jax.Array  # [items, K, R, value_lanes]
-    lse: jax.Array | None  # float32 [items, K, R, 128], the same in all lanes; None if it is not asked for
+    lse: jax.Array | None  # float32 [items, K, R, 128], the same in all lanes; None if the call does not return it
     sources: tuple[jax.Array, ...]  # the sources with the new tokens; empty for a call that writes none
 
 

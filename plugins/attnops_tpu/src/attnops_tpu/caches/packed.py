@@ -72,7 +72,7 @@ def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[Cac
     """The new tokens that the kernel writes, as those of a batch of tiles, and the cache with the others.
 
     The kernel writes a row's new tokens only if its queries fit one tile: of several tiles, each would need the new
-    tokens of the others. All other tokens, such as a prompt's, are written before, which needs little time compared to
+    tokens of the others. All other tokens, such as a prompt's, are written before the kernel, at a small cost beside
     their scores; so are those of a row with more new tokens than a tile has queries, since left padding has no queries.
     """
     assert new.starts is not None

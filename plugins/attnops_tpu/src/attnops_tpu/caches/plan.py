@@ -25,8 +25,8 @@ class CachePlan:
     A grid step is an *item*: a tile of queries of a row of the cache. It visits the tiles of keys that its queries may
     see. The G query heads of a kv head are rows of one tile, R = G · bq of them: row r is query r % bq of head r // bq.
 
-    A tile of keys is ``units`` units; a unit is what is transferred or left out: a page, or, without pages, a chunk of
-    a row.
+    A tile of keys is ``units`` units. A unit is transferred or skipped as a whole. It is a page, or, without pages,
+    some slots of a row.
     """
 
     # The dimensions of the call; S is the slots of a row. For packed rows B is the number of tiles of queries, and T
@@ -62,7 +62,7 @@ class CachePlan:
     precision: jax.lax.PrecisionLike  # the precision of products
     scale: float  # the softmax scale
     scoring: Scoring  # what changes scores: mask, bias, soft cap and sinks, see `attnops.kernels.Scoring`
-    wants_lse: bool  # whether the logsumexp is asked for
+    wants_lse: bool  # whether the call returns the logsumexp
     interpret: bool  # whether the kernel runs in Pallas's interpreter
     bounds_checks: bool  # whether the kernel checks that its accesses are in bounds
     vmem: int  # the most bytes of vector memory that it may use

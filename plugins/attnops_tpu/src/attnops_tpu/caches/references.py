@@ -59,7 +59,7 @@ class CacheRefs(NamedTuple):
     table: Any  # [rows · pieces, 1, piece] in main memory, the blocks of pages; None without pages
     words: Any  # [rows · pieces, 1, 128] in main memory, whether pages are in the table; None without pages
     out: Any  # [1, K, R, value_lanes]
-    lse: Any  # [1, K, R, 128]; None if it is not asked for
+    lse: Any  # [1, K, R, 128]; None if the call does not return it
     sources: tuple[Any, ...]  # in main memory, see `attnops_tpu.caches.operands.KernelInputs`
     by_key: Any  # values by key [B or 1, nk, rows, bk] in main memory; None for none
     state: ItemState  # the online softmax so far

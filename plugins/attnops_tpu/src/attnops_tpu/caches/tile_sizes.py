@@ -56,7 +56,7 @@ class Starts(enum.Enum):
     """When the transfers of a tile start, in the step of the tile that is two before it.
 
     Attributes:
-        BEFORE: before the wait for that tile, so that they have most time.
+        BEFORE: before the wait for that tile, so that transfers have most time.
         BETWEEN: some after each read of that tile. Many starts together stall all else: for one kv head in pages of 16
             tokens, the starts alone would need more time than the computation.
         AFTER: after the reads of that tile, while the matrix unit, which bounds it, finishes its last products. On v6e,

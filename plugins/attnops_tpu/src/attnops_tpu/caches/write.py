@@ -34,8 +34,8 @@ class _Group(NamedTuple):
     buffer: jax.Array  # the tile's
     array: int  # which of the sources
     slots: int  # how many slots it has
-    turn: int  # what is subtracted from the number of a slot, see `Writer._turns`
-    number: jax.Array  # in the row; goes on beyond a ring's end
+    turn: int  # subtracted from the number of a slot, see `Writer._turns`
+    number: jax.Array  # in the row; continues beyond a ring's end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Writer:
 
     @property
     def _turns(self) -> tuple[int, ...]:
-        """What is subtracted from the number of a slot: 0, and in a ring S for those beyond its end."""
+        """The numbers to subtract from that of a slot: 0, and in a ring also S, for slots beyond its end."""
         return (0, self.plan.S) if self.plan.is_ring else (0,)
 
     def _is_writing(self, item: jax.Array) -> jax.Array | bool:
@@ -86,7 +86,7 @@ class Writer:
                 lax.fori_loop(*self._groups(tile, slots, turn), lambda i, _, group=group: do(group(i)), None)
 
     def _groups(self, tile: Tile, slots: int, turn: int) -> tuple[jax.Array, jax.Array]:
-        """The range of groups of a tile that have new tokens; their numbers go on beyond a ring's end."""
+        """The range of groups of a tile that have new tokens; their numbers continue beyond a ring's end."""
         entry, number = tile.entry, tile.number
         of_tile, before = self.plan.bk // slots, turn // slots
         end = (number + 1) * of_tile

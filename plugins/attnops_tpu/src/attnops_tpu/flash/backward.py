@@ -42,7 +42,7 @@ from attnops_tpu.references import Output, Prefetched
 if TYPE_CHECKING:
     from attnops.typing import DType, Leaf, PyTree, Ref
 
-# Buffers are read at offset 0, but for all that the compiler knows at this one: the rows of a 16-bit register.
+# Buffers are read at offset 0, which the compiler must assume may be this one: the rows of a 16-bit register.
 _OFFSET: Final = 16
 
 

@@ -175,5 +175,5 @@ def _lead(x: jax.Array, p: TileIndex) -> Sequence[jax.Array | int]:
 
 
 def _kv_head(plan: FlashPlan, p: TileIndex) -> jax.Array | int:
-    # Of int32 where x64 is on, too.
+    # int32, even where x64 is on.
     return lax.div(p.h, np.int32(plan.G))

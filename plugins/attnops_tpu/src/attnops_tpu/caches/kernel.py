@@ -39,7 +39,7 @@ _AHEAD: Final = 32
 
 def run_item(plan: CachePlan, refs: CacheRefs) -> None:
     """A grid step, which computes an item."""
-    refs = refs._replace(buffers=tuple(map(as_slots, refs.buffers)))
+    refs = refs._replace(block=refs.block[0], buffers=tuple(map(as_slots, refs.buffers)))
     refs.check(plan)
     writer = None if refs.new is None else Writer(plan, refs, refs.new)
     missing = None if refs.missing is None else MissingPages(plan, refs, refs.missing)

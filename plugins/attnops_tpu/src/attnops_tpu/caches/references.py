@@ -49,7 +49,7 @@ class CacheRefs(NamedTuple):
     """The references of a grid step, which computes an item."""
 
     schedule: ItemSchedule  # in scalar memory, as all up to ``scales``
-    block: Any  # [1], the first block of the cache
+    block: Any  # [1], the first block of the cache; `run_item` reads it once
     scalars: tuple[Any, ...]  # [B] or [items] each, values that are one number per item
     scales: tuple[Any, ...]  # [K] each, the scales of keys, and of values; empty unless scales are by head
     query: Any  # [1, K, R, key_lanes]

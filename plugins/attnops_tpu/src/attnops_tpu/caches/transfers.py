@@ -199,7 +199,7 @@ class Stream:
         else:
             slots = pl.ds(pl.multiple_of(tile.number * self.plan.bk, self.plan.unit), self.plan.bk)
             for source, to in zip(self.refs.sources, self.refs.buffers, strict=True):
-                block = source.at[self.refs.block[0] + tile.row, :, slots]
+                block = source.at[self.refs.block + tile.row, :, slots]
                 yield pltpu.make_async_copy(block, to.at[buffer], self.refs.arrived.at[buffer]).start
         if self.refs.by_key is not None:
             yield functools.partial(self._start_by_key, tile, buffer)
@@ -244,7 +244,7 @@ class Stream:
                 at: tuple[Any, ...] = (self.refs.pages[(first if slot is None else slot * plan.piece) + unit],)
             else:
                 start = pl.multiple_of((first + unit) * plan.unit, plan.unit)
-                at = self.refs.block[0] + tile.row, slice(None), pl.ds(start, plan.unit)
+                at = self.refs.block + tile.row, slice(None), pl.ds(start, plan.unit)
             for source, to in zip(self.refs.sources, self.refs.buffers, strict=True):
                 into = to.at[buffer, :, self._slots(unit)]
                 pltpu.make_async_copy(source.at[at], into, self.refs.arrived.at[buffer]).start()

@@ -86,7 +86,7 @@ def kernel(*lines: tuple[str, str, bool]) -> Regions:
 
 def test_a_whole_kernel_is_its_regions_times_their_trips() -> None:
     delay = [(">", "slot", False)] * 4
-    found = kernel(
+    regions = kernel(
         *[("", "prologue", False)] * 7,
         (">", "sbr.rel (%p0) target = $region9", False), *delay,  # around the whole step
         *[(">", "index", False)] * 3,
@@ -102,12 +102,12 @@ def test_a_whole_kernel_is_its_regions_times_their_trips() -> None:
         (">", "nop } /* Start region 9 */", False),
         (">", "sbr.rel (!%p4) target = $region1", False),
     )  # fmt: skip
-    assert [(r.bundles, r.loops) for r in found.skipped] == [(60, ()), (0, (8,))]
-    assert (found.once, found.step) == (7, 5 + 3 + 5 + 1 + 5 + 1 + 5 + 70 + 1 + 1 + 1)
-    total = found.total(10, [("body", 3, 0), ("clear", 2, 16)])
-    assert total == {"once": 7, "steps": 10 * found.step, "body": 180, "clear": 2 * 16 * 8}
+    assert [(r.bundles, r.loops) for r in regions.skipped] == [(60, ()), (0, (8,))]
+    assert (regions.once, regions.step) == (7, 5 + 3 + 5 + 1 + 5 + 1 + 5 + 70 + 1 + 1 + 1)
+    total = regions.total(10, [("body", 3, 0), ("clear", 2, 16)])
+    assert total == {"once": 7, "steps": 10 * regions.step, "body": 180, "clear": 2 * 16 * 8}
     with pytest.raises(LookupError, match=r"2 regions, of \[60, 0\] bundles, but 1 are expected: \['body'\]"):
-        found.total(10, [("body", 3, 0)])
+        regions.total(10, [("body", 3, 0)])
 
 
 def contenders() -> Any:
@@ -122,14 +122,14 @@ def contenders() -> Any:
 
 def test_trips_are_those_of_the_tile_schedules() -> None:
     whole = contenders()
-    own = whole.KernelJob("v6e", "attnops-tpu", False, "causal", 8192, 128)
-    ((steps, padding, trips),) = whole.own_trips(own)
+    job = whole.KernelJob("v6e", "attnops-tpu", False, "causal", 8192, 128)
+    ((steps, padding, trips),) = whole.own_trips(job)
     # A core that is alone begins and drains once for all heads; a row's first tile follows the diagonal one before.
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (
         11, 0,
         [("init", 1 / 8), ("FULL", 3), ("FULL after REDUCED", 3), ("REDUCED", 4), ("drain", 1 / 8), ("finish", 4)],
     )  # fmt: skip
-    ((steps, padding, trips),) = whole.own_trips(own._replace(backward=True))
+    ((steps, padding, trips),) = whole.own_trips(job._replace(backward=True))
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (
         10, 0, [("clear dq", 1), ("clear dk, dv", 0), ("FULL", 6), ("REDUCED", 4), ("write", 4),
                 ("write dq", 1)]

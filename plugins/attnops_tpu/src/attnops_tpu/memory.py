@@ -94,7 +94,7 @@ def _moved(bodies: dict[str, list[str]], computation: str) -> int:
         if not instruction:
             continue
         name, shapes, opcode, operands = instruction.groups()
-        arrays[name] = results = [_array(*found) for found in _ARRAY.findall(shapes)]
+        arrays[name] = results = [_array(*matched) for matched in _ARRAY.findall(shapes)]
         if opcode in ("while", "call"):
             trips = _TRIPS.search(line)
             total += sum(_moved(bodies, body) for body in _BODY.findall(line)) * (int(trips[1]) if trips else 1)
@@ -102,7 +102,7 @@ def _moved(bodies: dict[str, list[str]], computation: str) -> int:
             continue
         given = [x for operand in re.findall(r"%([\w.\-]+)", operands) for x in arrays.get(operand, ())]
         if opcode.endswith("-start"):
-            # The results are the operand, or part of it, the copy, and a semaphore.
+            # The results are the operand, or a slice of it, the copy, and a semaphore.
             source, copy = sorted(results[:2], key=lambda x: -x.bytes)
             total += copy.bytes * (source.in_hbm + copy.in_hbm)
         else:

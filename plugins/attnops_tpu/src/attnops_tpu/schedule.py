@@ -30,7 +30,7 @@ UNITS: Final = {
     "MATPUSH": "registers of the stationary operand pushed into a matrix unit",
     "XLU": "cross-lane unit: transposes, reductions over lanes, rotations",
     "VALU": "vector arithmetic",
-    "VPOP": "results taken from the matrix, transcendental and cross-lane units",
+    "VPOP": "results read from the matrix, transcendental and cross-lane units",
     "EUP": "transcendentals: exp2, log2, tanh, reciprocal",
     "VLOAD": "loads from vector memory",
     "FILL": "of these, registers that were spilled",
@@ -114,7 +114,7 @@ class Regions:
     skipped: tuple[Region, ...]
 
     def total(self, steps: float, trips: Sequence[tuple[str, float, float]]) -> dict[str, float]:
-        """The bundles of a whole kernel by part: ``"once"``, ``"steps"``, and the name of each region.
+        """The bundles of a whole kernel by region: ``"once"``, ``"steps"``, and the name of each region.
 
         Args:
             steps: steps of the grid.
@@ -167,7 +167,7 @@ def measure(command: list[str], kernel: str | None = None, only: str | None = No
 
     Args:
         command: arguments of Python, such as ``["-m", "module"]``.
-        kernel: a part of the kernel's name; None for the largest.
+        kernel: a substring of the kernel's name; None for the largest.
         only: the complete name of the kernel's instruction in the compiled program, such as ``"my_kernel.1"``: nothing
             else is dumped, which is many times faster.
 

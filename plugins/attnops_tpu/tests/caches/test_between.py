@@ -17,11 +17,11 @@ def test_starts_are_spread_over_reads(starts: int, reads: int, after_each: list[
     """Four reads, of which ``reads`` were foretold."""
     started: list[int] = []
     between = Between([functools.partial(started.append, i) for i in range(starts)], reads)
-    found = []
+    counts = []
     for _ in after_each:
         between.go_on()
-        found.append(len(started))
-    assert found == after_each
+        counts.append(len(started))
+    assert counts == after_each
     between.finish()
     assert started == list(range(starts))
     assert between.has_any == (starts > 0)

@@ -87,16 +87,16 @@ def check(
 @pytest.fixture(autouse=True)
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The tokens a row of each step that is one kernel, of which every test has some."""
-    found: list[int] = []
+    queries: list[int] = []
     stepped = TPUCacheReader.step
 
     def spy(self: TPUCacheReader, operation: Any, query: jax.Array, *given: Any, **options: Any) -> Any:
-        found.append(query.shape[1])
+        queries.append(query.shape[1])
         return stepped(self, operation, query, *given, **options)
 
     monkeypatch.setattr(TPUCacheReader, "step", spy)
-    yield found
-    assert found
+    yield queries
+    assert queries
 
 
 @pytest.mark.slow
@@ -226,12 +226,12 @@ def test_each_device_of_a_mesh_writes_to_its_part(storage: str, steps: list[int]
     if isinstance(whole, PagedCache):
         whole = whole.with_table(np.where(table >= 0, table + np.array([0, 0, 8, 8])[:, None], -1))
     key, new, query = normal(0, 4, 31, K, 16), normal(1, 4, 3, K, 16), normal(2, 4, 3, 2 * K, 16)
-    found = []
+    results = []
     for cache, metadata in ((placed, METADATA), (whole, OperationMetadata(platform="cpu"))):
         operation = OperationRegistry.create("attnops-tpu:flash", metadata)
         step = jax.jit(functools.partial(operation.step, mask=Causal(), return_lse=True))
-        found.append(step(query, new, -new, cache.append(key, -key, [31, 30, 7, 20])))
-    (got, written), (expected, after) = found
+        results.append(step(query, new, -new, cache.append(key, -key, [31, 30, 7, 20])))
+    (got, written), (expected, after) = results
     assert steps == [3]
     for name in ("attention_outputs", "logsumexp"):
         np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
@@ -245,11 +245,11 @@ def test_each_device_of_a_mesh_writes_to_its_part(storage: str, steps: list[int]
 def test_packed_rows_of_a_cache_whose_heads_are_on_several_devices_are_one_kernel(steps: list[int]) -> None:
     mesh = jax.make_mesh((2,), ("tp",), (jax.sharding.AxisType.Auto,))
     new, query, rows = normal(1, 1, 5, K, 16), normal(2, 1, 5, 2 * K, 16), Rows(jnp.array([0, 1, 4]), jnp.array([3, 0]))
-    found = []
+    results = []
     for cache, metadata in ((sharded(dense, mesh), METADATA), (dense(), OperationMetadata(platform="cpu"))):
         operation = OperationRegistry.create("attnops-tpu:flash", metadata)
-        found.append(jax.jit(functools.partial(operation.step, mask=Causal()))(query, new, -new, cache, rows=rows))
-    (got, written), (expected, after) = found
+        results.append(jax.jit(functools.partial(operation.step, mask=Causal()))(query, new, -new, cache, rows=rows))
+    (got, written), (expected, after) = results
     assert steps == [5]
     np.testing.assert_allclose(got.attention_outputs, expected.attention_outputs, rtol=1e-4, atol=1e-5)
     for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):

@@ -44,16 +44,16 @@ def started(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     """How many transfers of units and of pieces of the table are started."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     start = interpret_pallas_call.dma_start
 
     def spy(token: Any, device: Any, core: Any, space: Any, source: Any, transforms: Any, to: Any, *rest: Any,
             **options: Any) -> Any:  # fmt: skip
-        found[str(int(to))] += 1
+        counts[str(int(to))] += 1
         return start(token, device, core, space, source, transforms, to, *rest, **options)
 
     monkeypatch.setattr(interpret_pallas_call, "dma_start", spy)
-    return found
+    return counts
 
 
 def run(cache: Cache, mask: Mask, T: int = 1, heads: int = 4, block_k: int = 16) -> jax.Array:

@@ -108,14 +108,14 @@ def test_slices_that_scalar_memory_does_not_hold_take_turns(
         out, pull_back = jax.vjp(lambda *qkv: TPU(*qkv, mask=Causal() & Segments(ids)).attention_outputs, q, k, v)
         return out, pull_back(d)
 
-    out, found = jax.jit(jax.vmap(gradients))(jnp.asarray(ids), q, k, v, d)
+    out, computed = jax.jit(jax.vmap(gradients))(jnp.asarray(ids), q, k, v, d)
     assert max(batches) == most
     seen = (ids[..., :, None] == ids[..., None, :]) & np.tril(np.ones((32, 32), bool))
     for i in range(4):
         qkv = q[i], k[i], v[i]
         np.testing.assert_allclose(out[i], attention(*qkv, mask=seen[i][:, None]).out, atol=5e-6)
         expected = attention_gradients(*qkv, mask=seen[i][:, None], d_out=d[i])
-        for x, y in zip(found, (expected.values[name] for name in ("query", "key", "value")), strict=True):
+        for x, y in zip(computed, (expected.values[name] for name in ("query", "key", "value")), strict=True):
             np.testing.assert_allclose(x[i], y, atol=2e-5)
 
 

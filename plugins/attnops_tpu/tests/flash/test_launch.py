@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import pallas as pl
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.kernels import Scoring
-from attnops_tpu.flash.launch import Scratch, compiler_params, needed
+from attnops_tpu.flash.launch import compiler_params
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.generations import GENERATIONS, bounds_checks
 
@@ -21,15 +20,6 @@ def plan(vmem: int, dense: int = 0) -> FlashPlan:
     """A plan of which only the memory matters."""
     fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(FlashPlan))
     return FlashPlan(**fields | {"vmem": vmem, "bq": 1024, "bk": 512, "scoring": Scoring(dense=dense)})
-
-
-def test_blocks_have_two_buffers_of_complete_registers() -> None:
-    rows = [(pl.BlockSpec((None, None, 1024, 80), lambda: (0,)), jnp.bfloat16)]
-    assert needed(rows, []) == 2 * 1024 * 128 * 2
-    columns = [(pl.BlockSpec((None, 2, 5, 256), lambda: (0,)), jnp.bfloat16)]
-    assert needed(columns, []) == 2 * 2 * 16 * 256 * 2
-    assert needed([(pl.BlockSpec((None, None, 1, 256), lambda: (0,)), jnp.float32)], []) == 2 * 256 * 4
-    assert needed([(pl.BlockSpec(memory_space=pl.ANY), jnp.float32)], [Scratch((8, 128), jnp.float32)]) == 4096
 
 
 @pytest.mark.parametrize("name", GENERATIONS)

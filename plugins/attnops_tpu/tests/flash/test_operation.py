@@ -150,8 +150,8 @@ def test_kernels_are_traced_where_x64_is_on() -> None:
             bias = ScoreFn(lambda s, b, h, q, kv, slope: s - (slope * abs(q - kv)).astype(s.dtype), (slope,))
             return operation(q, k, k, mask=Causal(), bias=bias).attention_outputs.sum()
 
-        found = jax.eval_shape(jax.grad(loss, (0, 1, 2)), q, k, slope)
-        assert [d.dtype.name for d in found] == ["float32", "float32", "float64"]
+        gradients = jax.eval_shape(jax.grad(loss, (0, 1, 2)), q, k, slope)
+        assert [d.dtype.name for d in gradients] == ["float32", "float32", "float64"]
 
 
 @pytest.mark.slow

@@ -106,20 +106,20 @@ def test_maps_of_very_different_lengths_are_drained_once_each(traced: bool, monk
     drained: list[int] = []
     step = forward._step
 
-    def counting(plan: Any, refs: Any, indices: Any, state: Any, first: Any, masked: bool, hidden: Any = ()) -> None:
+    def counting(plan: Any, refs: Any, indices: Any, first: Any, body: Any, hidden: Any = ()) -> None:
         if first is None:
             jax.debug.callback(lambda b: drained.append(int(b)), indices[0].b)
-        step(plan, refs, indices, state, first, masked, hidden)
+        step(plan, refs, indices, first, body, hidden)
 
     monkeypatch.setattr(forward, "_step", counting)
     ids = np.stack([np.zeros(64, np.int32), np.arange(64, dtype=np.int32) // 8])
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 64, 1, 8)).astype(np.float32)
     out = jax.jit(lambda ids: operation()(q, k, v, mask=Segments(ids)).attention_outputs)
-    found = out(jnp.asarray(ids)) if traced else operation()(q, k, v, mask=Segments(ids)).attention_outputs
+    result = out(jnp.asarray(ids)) if traced else operation()(q, k, v, mask=Segments(ids)).attention_outputs
     jax.effects_barrier()
     assert sorted(drained) == [0, 1]
     expected = attention(q, k, v, mask=(ids[:, :, None] == ids[:, None])[:, None]).out
-    np.testing.assert_allclose(found, expected, atol=5e-6)
+    np.testing.assert_allclose(result, expected, atol=5e-6)
 
 
 @pytest.mark.slow
@@ -138,13 +138,13 @@ def test_partial_tiles_lack_the_sub_tiles_that_a_mask_hides() -> None:
     coverage = np.array([[partial, full, full], [0, partial, full], [0, 0, partial]], np.int8)[None, None]
     sub_tiles = np.triu(np.full((6, 6), full, np.int8))[None, None]  # [keys, queries]
     sub_tiles[..., range(6), range(6)] = partial
-    found, bodies = reduced(coverage, sub_tiles)
+    result, bodies = reduced(coverage, sub_tiles)
     assert bodies == (Body(True, hidden=((1, 0),), unmasked=((0, 1),)), Body(masked=True))
-    assert (found == np.where(coverage == partial, REDUCED, coverage)).all()
+    assert (result == np.where(coverage == partial, REDUCED, coverage)).all()
     sub_tiles[..., 4:, 4:] = partial  # the last tile lacks nothing
-    found, bodies = reduced(coverage, sub_tiles)
+    result, bodies = reduced(coverage, sub_tiles)
     assert bodies == (Body(True, hidden=((1, 0),), unmasked=((0, 1),)), Body(masked=True))
-    assert np.diagonal(found[0, 0]).tolist() == [REDUCED, REDUCED, partial]
+    assert np.diagonal(result[0, 0]).tolist() == [REDUCED, REDUCED, partial]
     sub_tiles[..., 4, 5], sub_tiles[..., 4, 4] = 0, full  # it lacks another
     assert reduced(coverage, sub_tiles)[1][1] == Body(True, hidden=((0, 1),), unmasked=((0, 0),))
     assert reduced(coverage, np.ones((1, 1, 6, 6), np.int8)) == (coverage, (Body(masked=True), Body(masked=True)))
@@ -180,10 +180,10 @@ def test_gradients_of_joined_batches_are_written_once_each(traced: bool) -> None
         return jax.vjp(lambda *qkv: operation()(*qkv, mask=Segments(ids)).attention_outputs, q, k, v)[1](d)
 
     with target("v6e"):
-        found = jax.jit(gradients)(jnp.asarray(ids)) if traced else jax.jit(lambda: gradients(ids))()
+        result = jax.jit(gradients)(jnp.asarray(ids)) if traced else jax.jit(lambda: gradients(ids))()
     mask = (ids[:, :, None] == ids[:, None])[:, None]
     expected = attention_gradients(*(x.astype(np.float64) for x in (q, k, v)), d_out=d.astype(np.float64), mask=mask)
-    for gradient, name in zip(found, ("query", "key", "value"), strict=True):
+    for gradient, name in zip(result, ("query", "key", "value"), strict=True):
         np.testing.assert_allclose(np.asarray(gradient, np.float64), expected.values[name], atol=0.04)
 
 
@@ -212,7 +212,7 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(tile_sizes, "_sub_tile", lambda block, most: 8)
     hidden: dict[str, list[int]] = {"forward": [], "backward": []}
     step, add = forward._step, backward._add_tile
-    monkeypatch.setattr(forward, "_step", lambda *args: (hidden["forward"].append(len(args[5].hidden)), step(*args))[1])
+    monkeypatch.setattr(forward, "_step", lambda *args: (hidden["forward"].append(len(args[4].hidden)), step(*args))[1])
     monkeypatch.setattr(
         backward, "_add_tile", lambda *args: (hidden["backward"].append(len(args[3].hidden)), add(*args))[1]
     )
@@ -230,12 +230,12 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
         else MASKS[name]
     )
     out, pull_back = jax.vjp(lambda *qkv: operation()(*qkv, mask=mask).attention_outputs, q, k, v)
-    found = pull_back(d)
+    result = pull_back(d)
     assert all(max(each) > 0 for each in hidden.values())
     # Tiles at both ends of a window lack sub-tiles, others than each other.
     assert name != "window" or hidden["backward"] == [1, 1]
     seen = np.asarray(mask.bind(1, H, 28, 28).dense(1, H, 28, 28))
     np.testing.assert_allclose(out, attention(q, k, v, mask=seen).out, atol=5e-6)
     expected = attention_gradients(q, k, v, mask=seen, d_out=d).values
-    for x, y in zip(found, (expected[name] for name in ("query", "key", "value")), strict=True):
+    for x, y in zip(result, (expected[name] for name in ("query", "key", "value")), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)

@@ -10,60 +10,57 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 
-from attnops_tpu.caches.operands import CacheArrays
+from attnops_tpu.caches.new_tokens import Written
+from attnops_tpu.caches.operands import CacheArrays, KernelInputs, KernelResults
 from attnops_tpu.caches.plan import CachePlan
-from attnops_tpu.caches.schedule import ItemSchedule, following
-from attnops_tpu.caches.tile_sizes import rows_a_call
-from attnops_tpu.caches.write import Written
+from attnops_tpu.caches.schedule import ItemSchedule, following, rows_a_call
 
 _BY_ITEM: Final = "first", "stop", "first_full", "stop_full"
-# Runs the kernel for a plan, the query, arrays of blocks, tables of pages, the first block, other inputs, the schedule
-# and new tokens.
-Run = Callable[..., tuple[jax.Array, ...]]
 
 
 def run_in_batches(
-    run: Run, plan: CachePlan, query: jax.Array, sources: list[jax.Array], tables: list[jax.Array], block: jax.Array,
-    given: CacheArrays, items: ItemSchedule, new: Written | None,
-) -> tuple[jax.Array, ...]:  # fmt: skip
-    """``run(plan, query, …)`` for all rows, in several calls if needed, each given what those before have written."""
+    run: Callable[[CachePlan, KernelInputs], KernelResults], plan: CachePlan, inputs: KernelInputs
+) -> KernelResults:
+    """``run(plan, inputs)`` for all rows, in several calls if needed, each given what those before have written."""
+    new = inputs.new
     # A row that writes also has its first and last slot, and its blocks.
     most = rows_a_call(plan.nq, 0 if new is None else 2 + new.blocks.shape[0] // plan.B)
     if most >= plan.B:
-        return run(plan, query, sources, tables, block, given, items, new)
-    together = plan.cores // math.gcd(plan.cores, plan.nq)  # rows after which cores take turns in the same order again
+        return run(plan, inputs)
+    together = plan.cores // math.gcd(plan.cores, plan.nq)  # rows after which the order of cores repeats
     size = max(most // together, 1) * together
-    by_batch: list[tuple[jax.Array, ...]] = []
+    by_batch: list[KernelResults] = []
     for first in range(0, plan.B, size):
         of_rows = dataclasses.replace(plan, B=min(size, plan.B - first))
-        batch = _Batch(plan, of_rows, first)
-        # A row of a storage without pages has the block of its number.
-        start = block if plan.is_paged or plan.is_packed else block + first
-        some_tables = tables if plan.is_packed else [batch.pieces(x) for x in tables]
-        results = run(
-            of_rows, batch.items(query), sources, some_tables, start, batch.arrays(given),
-            batch.schedule(items), None if new is None else batch.written(new),
-        )  # fmt: skip
+        results = run(of_rows, _Batch(plan, of_rows, first).inputs(inputs))
         if new is not None:
-            results, sources = results[: -len(sources)], list(results[-len(sources) :])
+            inputs = inputs._replace(sources=results.sources)
         by_batch.append(results)
-    joined = [jnp.concatenate(x) for x in zip(*by_batch, strict=True)]
-    return (*joined, *(sources if new is not None else ()))
+    out = jnp.concatenate([results.out for results in by_batch])
+    lse = [results.lse for results in by_batch if results.lse is not None]
+    return KernelResults(out, jnp.concatenate(lse) if lse else None, by_batch[-1].sources)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Batch:
-    """The rows of one call: slices of the arrays of the whole call.
+    """The rows of one call: slices of the arrays of the whole call."""
 
-    Attributes:
-        plan: the plan of the whole call.
-        of_rows: the plan for these rows.
-        first: the first of these rows.
-    """
+    plan: CachePlan  # the plan of the whole call
+    of_rows: CachePlan  # the plan for these rows
+    first: int  # the first of these rows
 
-    plan: CachePlan
-    of_rows: CachePlan
-    first: int
+    def inputs(self, inputs: KernelInputs) -> KernelInputs:
+        """The inputs of these rows."""
+        plan = self.plan
+        return inputs._replace(
+            query=self.items(inputs.query),
+            tables=inputs.tables if plan.is_packed else tuple(map(self.pieces, inputs.tables)),
+            # A row of a storage without pages has the block of its number.
+            block=inputs.block if plan.is_paged or plan.is_packed else inputs.block + self.first,
+            values=self.values(inputs.values),
+            schedule=self.schedule(inputs.schedule),
+            new=None if inputs.new is None else self.written(inputs.new),
+        )
 
     def items(self, x: jax.Array) -> jax.Array:
         start = self.first * self.plan.nq
@@ -76,12 +73,14 @@ class _Batch:
         each = x.shape[0] // self.plan.B
         return x[self.first * each : (self.first + self.of_rows.B) * each]
 
-    def arrays(self, given: CacheArrays) -> CacheArrays:
+    def values(self, given: CacheArrays) -> CacheArrays:
         by_key = given.by_key
+        if by_key is not None and by_key.shape[0] > 1 and not self.plan.keys_by_cache_row:
+            by_key = self.rows(by_key)
         return given._replace(
             scalars=tuple(self.rows(x) if x.shape[0] == self.plan.B else self.items(x) for x in given.scalars),
             by_row=tuple(map(self.items, given.by_row)),
-            by_key=by_key if by_key is None or by_key.shape[0] == 1 or self.plan.is_by_row else self.rows(by_key),
+            by_key=by_key,
         )
 
     def schedule(self, items: ItemSchedule) -> ItemSchedule:

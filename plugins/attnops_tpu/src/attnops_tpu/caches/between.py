@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Between:
-    """Starts of transfers, as many after each read of a tile; the compiler keeps reads and starts in this order.
+    """Starts of transfers, of which each read of a tile is followed by equally many. The compiler keeps this order.
 
     Attributes:
         has_any: whether there are any starts; then a read is of 128 tokens.

@@ -12,13 +12,13 @@ from jax.experimental import pallas as pl
 
 from attnops.kernels import Elementwise
 from attnops_tpu.caches.between import Between
-from attnops_tpu.caches.operands import Kind, Value, named, values
-from attnops_tpu.caches.transfers import Tile
+from attnops_tpu.caches.operands import Kind, Value, values_of
+from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.references import CacheRefs, Tile
 from attnops_tpu.flash.tile import REPLACEMENTS
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
-    from attnops_tpu.caches.kernel import Kernel
 
 
 class Seen(NamedTuple):
@@ -30,25 +30,16 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The scores [R, size] of a kv head and a chunk of a tile's keys.
+    """The scores [R, size] of a kv head and a chunk of a tile's keys."""
 
-    Attributes:
-        kernel: the grid step.
-        tile: the tile of keys.
-        buffer: the index of the tile's buffer.
-        head: the kv head.
-        start: the first key, counted from the tile's first.
-        size: how many keys.
-        between: the transfers to start between reads.
-    """
-
-    kernel: Kernel
-    tile: Tile
-    buffer: jax.Array
-    head: int
-    start: jax.Array | int
-    size: int
-    between: Between
+    plan: CachePlan
+    refs: CacheRefs  # the references of the grid step
+    tile: Tile  # the tile of keys
+    buffer: jax.Array  # the index of the tile's buffer
+    head: int  # the kv head
+    start: jax.Array | int  # the first key, counted from the tile's first
+    size: int  # how many keys
+    between: Between  # the transfers to start between reads
 
     @property
     def keys(self) -> Any:
@@ -58,20 +49,20 @@ class Chunk:
     @property
     def mask_varies_by_head(self) -> bool:
         """Whether heads have different masks."""
-        mask = self.kernel.plan.scoring.mask
+        mask = self.plan.scoring.mask
         return mask is not None and "h" in mask.axes
 
     def visible(self) -> jax.Array:
         """Which scores are not masked, booleans [R, size]."""
-        plan = self.kernel.plan
+        plan = self.plan
         mask, shape = plan.scoring.mask, (plan.R, self.size)
         q, kv = self._indices()
         visible = jnp.broadcast_to(kv < plan.S, shape)
         if mask is not None:
             given = self._values("mask")
             visible &= jnp.broadcast_to(self._apply(mask, None, q, kv, given), shape)
-        if self.kernel.missing is not None:
-            visible &= jnp.broadcast_to(self.kernel.missing.present[:1, self.keys] != 0, shape)
+        if self.refs.missing is not None:
+            visible &= jnp.broadcast_to(self.refs.missing.present[:1, self.keys] != 0, shape)
         # The values by key of a FULL tile were not transferred.
         return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
 
@@ -82,7 +73,7 @@ class Chunk:
 
     def with_cap_and_bias(self, scores: jax.Array) -> jax.Array:
         """Scores, float32 times the full scale, with soft cap and bias."""
-        plan = self.kernel.plan
+        plan = self.plan
         scoring = plan.scoring
         if scoring.cap is not None:
             scores = scoring.cap * jnp.tanh(scores * (1 / scoring.cap))
@@ -96,7 +87,7 @@ class Chunk:
     def _apply(
         self, function: Elementwise, scores: jax.Array | None, q: jax.Array, kv: jax.Array, given: list[Leaf]
     ) -> jax.Array:
-        plan = self.kernel.plan
+        plan = self.plan
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
         h = self.head * plan.G + lax.div(row, jnp.int32(plan.bq))
         return function.apply(scores, self.tile.entry, h, q, kv, given, (), REPLACEMENTS)
@@ -104,21 +95,21 @@ class Chunk:
     def _values(self, name: str) -> list[Leaf]:
         """The values of a function: numbers, [R, 1] and [1 or R, size]."""
         arrays = []
-        for value in named(values(self.kernel.plan), name):
+        for value in values_of(self.plan, name):
             x = self._value(value)
             arrays.append(x != 0 if value.dtype == jnp.bool_ else x.astype(value.dtype))
         return arrays
 
     def _value(self, value: Value) -> jax.Array:
-        kernel, plan = self.kernel, self.kernel.plan
+        plan = self.plan
         if value.kind is Kind.SCALAR:
-            return kernel.scalars[value.place][self.tile.item if value.by_query else self.tile.entry]
+            return self.refs.scalars[value.place][self.tile.item if value.by_query else self.tile.entry]
         if value.kind is Kind.BY_ROW:
-            ref = kernel.state.by_row[value.place]
+            ref = self.refs.state.by_row[value.place]
             return ref[self.head if ref.shape[0] > 1 else 0][:, :1]
         count = plan.G if value.by_head else 1
         first = value.place + (self.head * plan.G if value.by_head else 0)
-        rows = kernel.stream.by_key_buffer[self.buffer, first : first + count, self.keys]
+        rows = self.refs.by_key_buffer[self.buffer, first : first + count, self.keys]
         if jnp.issubdtype(value.dtype, jnp.floating):
             rows = lax.bitcast_convert_type(rows, jnp.float32)
         if count == 1 or plan.bq == 1:
@@ -127,7 +118,7 @@ class Chunk:
 
     def _indices(self) -> tuple[jax.Array, jax.Array]:
         """The indices of queries, [R, 1], and of slots, [1, size]."""
-        plan = self.kernel.plan
+        plan = self.plan
         row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
         first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
         q = first + lax.rem(row, jnp.int32(plan.bq))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -20,71 +20,50 @@ from jax.experimental import pallas as pl
 from attnops_tpu.caches.between import Between
 from attnops_tpu.caches.chunk import Chunk, Seen
 from attnops_tpu.caches.missing import MissingPages
-from attnops_tpu.caches.operands import named, values
+from attnops_tpu.caches.operands import values_of
 from attnops_tpu.caches.plan import CachePlan
-from attnops_tpu.caches.tile_sizes import LANES, reads_a_tile
-from attnops_tpu.caches.transfers import Stream, Tile
+from attnops_tpu.caches.references import CacheRefs, Tile, as_slots
+from attnops_tpu.caches.tile_sizes import LANES, ranges, reads_a_tile
+from attnops_tpu.caches.transfers import Stream
+from attnops_tpu.caches.write import Writer
 from attnops_tpu.flash.tile import LOG2E
+
+if TYPE_CHECKING:
+    from attnops.typing import Leaf
 
 # The maximum of no scores: finite, since exp(−inf + inf) is NaN.
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
-# How many of the 64 vector registers hold scores that are computed ahead of those that are accumulated.
+# How many of the 64 vector registers hold scores that are computed but not yet accumulated.
 _AHEAD: Final = 32
 
 
-class ItemState(NamedTuple):
-    """References to vector memory that is kept from tile to tile.
-
-    Attributes:
-        m: [K, R, 128], the largest score so far, in all lanes.
-        l: [K, R, 128], the sum of the weights, separately for each lane.
-        acc: [K, R, value_lanes], the sum of weights times values.
-        by_row: values by row [K or 1, R, 128], in all lanes.
-    """
-
-    m: Any
-    l: Any
-    acc: Any
-    by_row: tuple[Any, ...]
+def run_item(plan: CachePlan, refs: CacheRefs) -> None:
+    """A grid step, which computes an item."""
+    refs = refs._replace(block=refs.block[0], buffers=tuple(map(as_slots, refs.buffers)))
+    refs.check(plan)
+    writer = None if refs.new is None else Writer(plan, refs, refs.new)
+    missing = None if refs.missing is None else MissingPages(plan, refs, refs.missing)
+    Kernel(plan, refs, Stream(plan, refs, writer), missing).run()
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A grid step, on references.
-
-    Attributes:
-        plan: the plan of the call.
-        stream: the transfers of keys and values.
-        scalars: values that are one number per item, in scalar memory.
-        scales: the scales of keys and of values by kv head [K], in scalar memory; empty unless scales are by head.
-        by_row: values by row, [1, K or 1, R padded to lanes].
-        query: [1, K, R, key_lanes].
-        out: [1, K, R, value_lanes].
-        lse: [1, K, R, 128]; None if it is not asked for.
-        state: the online softmax so far, see `ItemState`.
-        missing: masks missing pages of a paged cache; else None.
-    """
+    """A grid step."""
 
     plan: CachePlan
-    stream: Stream
-    scalars: Sequence[Any]
-    scales: Sequence[Any]
-    by_row: Sequence[Any]
-    query: Any
-    out: Any
-    lse: Any
-    state: ItemState
-    missing: MissingPages | None
+    refs: CacheRefs  # its references
+    stream: Stream  # the transfers of keys and values
+    missing: MissingPages | None  # masks missing pages of a paged cache; else None
 
     def run(self) -> None:
         """Compute an item."""
         core, step = pl.program_id(0), pl.program_id(1)
         pl.when(step == 0)(lambda: self._begin(core))
-        item, state = step * self.plan.cores + core, self.state
+        item, state = step * self.plan.cores + core, self.refs.state
         state.m[...] = jnp.full(state.m.shape, LOWEST, jnp.float32)
         for x in (state.l, state.acc):
             x[...] = jnp.zeros(x.shape, jnp.float32)
-        for source, target in zip(self.by_row, state.by_row, strict=True):
+        for source, target in zip(self.refs.by_row, state.by_row, strict=True):
             for head in range(target.shape[0]):
                 target[head] = _to_rows(source[0, head : head + 1])[: self.plan.R]
 
@@ -120,15 +99,16 @@ class Kernel:
         ready.
         """
         plan = self.plan
-        between = Between(starts, reads_a_tile(plan.K, plan.bk))
+        between = Between(starts, reads_a_tile(plan.K, plan.bk, plan.chunk))
         if not masked or plan.bk == plan.masked_chunk or plan.bk % plan.masked_chunk:
-            self._add_chunks(tile, buffer, range(0, plan.bk, plan.chunk), masked, between)
+            self._add_chunks(tile, buffer, ranges(plan.bk, plan.chunk), masked, between)
         else:
             # A loop over chunks, since queries may see few keys of the tile.
             chunk = np.int32(plan.masked_chunk)
 
             def body(index: jax.Array, carry: None) -> None:
-                self._add_chunks(tile, buffer, [pl.multiple_of(index * chunk, plan.masked_chunk)], masked, between)
+                start = pl.multiple_of(index * chunk, plan.masked_chunk)
+                self._add_chunks(tile, buffer, [(start, plan.masked_chunk)], masked, between)
                 return carry
 
             first, stop = lax.div(tile.first * plan.unit, chunk), lax.div(tile.stop * plan.unit + (chunk - 1), chunk)
@@ -136,16 +116,15 @@ class Kernel:
         between.finish()
 
     def _add_chunks(
-        self, tile: Tile, buffer: jax.Array, starts: Iterable[jax.Array | int], masked: bool, between: Between
+        self, tile: Tile, buffer: jax.Array, chunks: Iterable[tuple[Leaf, int]], masked: bool, between: Between
     ) -> None:
-        """Add the chunks of a tile that begin at these keys."""
+        """Add chunks of a tile, (start, size)."""
         plan, ahead = self.plan, collections.deque[tuple[Chunk, jax.Array, Seen | None]]()
         lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.chunk // LANES)), 1)
-        for start in starts:
+        for start, size in chunks:
             shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):
-                size = min(plan.chunk, plan.bk - start) if isinstance(start, int) else plan.masked_chunk
-                chunk = Chunk(self, tile, buffer, head, start, size, between)
+                chunk = Chunk(plan, self.refs, tile, buffer, head, start, size, between)
                 if masked and (shared is None or chunk.mask_varies_by_head):
                     visible = chunk.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
@@ -160,7 +139,7 @@ class Kernel:
     def _scores(self, chunk: Chunk, visible: jax.Array | None) -> jax.Array:
         """The scores of a chunk, float32 [R, keys]."""
         plan = self.plan
-        s = _product(plan, self.query[0, chunk.head], self._key(chunk), 1)
+        s = _product(plan, self.refs.query[0, chunk.head], self._key(chunk), 1)
         scale = self._scale(0, chunk)
         if scale is not None:
             s = s * scale
@@ -170,7 +149,7 @@ class Kernel:
 
     def _accumulate(self, chunk: Chunk, s: jax.Array, seen: Seen | None) -> None:
         """Add the weights of scores, and the values times them, to the state."""
-        plan, state, head = self.plan, self.state, chunk.head
+        plan, state, head = self.plan, self.refs.state, chunk.head
         c = plan.score_unit * LOG2E
         before = state.m[head]
         m = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
@@ -209,11 +188,9 @@ class Kernel:
         return self._load(array, chunk, slice(plan.value_start, plan.value_start + plan.value_lanes))
 
     def _load(self, array: int, chunk: Chunk, features: slice) -> jax.Array:
-        ref, reads = self.stream.buffers[array], []
-        step = LANES if chunk.between.has_any else chunk.size
-        for first in range(0, chunk.size, step):
-            keys = pl.ds(chunk.start + first, min(step, chunk.size - first))
-            reads.append(ref[chunk.buffer, chunk.head, keys, features])
+        ref, reads = self.refs.buffers[array], []
+        for first, size in ranges(chunk.size, LANES if chunk.between.has_any else chunk.size):
+            reads.append(ref[chunk.buffer, chunk.head, pl.ds(chunk.start + first, size), features])
             chunk.between.go_on()
         x = reads[0] if len(reads) == 1 else jnp.concatenate(reads, axis=0)
         return _floats(x, self.plan.stored).astype(self.plan.operand)
@@ -221,21 +198,21 @@ class Kernel:
     def _scale(self, array: int, chunk: Chunk) -> Any:
         """The scales of keys or values, [1, size] or a number; None for tokens that are stored as they are."""
         if self.plan.scales == "token_head":
-            arrays = self.stream.buffers[self.plan.token_arrays :]
+            arrays = self.refs.buffers[self.plan.token_arrays :]
             return arrays[array][chunk.buffer, chunk.head : chunk.head + 1, chunk.keys]
-        return self.scales[array][chunk.head] if self.plan.scales else None
+        return self.refs.scales[array][chunk.head] if self.plan.scales else None
 
     def _finish(self, item: jax.Array) -> None:
         """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""
-        plan, unit = self.plan, self.plan.score_unit
-        sinks = named(values(plan), "sinks")
+        plan, refs, unit = self.plan, self.refs, self.plan.score_unit
+        sinks = values_of(plan, "sinks")
         for head in range(plan.K):
-            m = self.state.m[head] * unit
-            l, acc = jnp.sum(self.state.l[head], axis=1, keepdims=True), self.state.acc[head]
+            m = refs.state.m[head] * unit
+            l, acc = jnp.sum(refs.state.l[head], axis=1, keepdims=True), refs.state.acc[head]
             sees_any = l != 0  # NaN too
             factor = jnp.ones((), jnp.float32)
             if sinks:
-                sink = self.state.by_row[sinks[0].place][head]
+                sink = refs.state.by_row[sinks[0].place][head]
                 larger = jnp.maximum(m, sink)
                 factor = jnp.exp2((m - larger) * LOG2E)
                 l = l * factor + jnp.exp2((sink - larger) * LOG2E)
@@ -243,9 +220,9 @@ class Kernel:
             l = jnp.broadcast_to(jnp.where(sees_any, l, 1.0), m.shape)
             scale = jnp.where(jnp.broadcast_to(sees_any, m.shape), factor / l, 0.0)
             chunks = [jnp.where(sees_any, some * scale[:, : some.shape[1]], 0.0) for some in _by_lanes(acc)]
-            self.out[0, head] = jnp.concatenate(chunks, axis=1).astype(self.out.dtype)
-            if self.lse is not None:
-                self.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
+            refs.out[0, head] = jnp.concatenate(chunks, axis=1).astype(refs.out.dtype)
+            if refs.lse is not None:
+                refs.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
 
 
 def _floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

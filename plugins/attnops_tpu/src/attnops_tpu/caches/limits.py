@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from attnops import AttentionRequest, OperationMetadata, Reason
 from attnops_caches import cache_of, slots_of_row
-from attnops_tpu.caches.tile_sizes import LANES, MAX_ITEMS, queries_a_tile, rows_a_call, unit_of
+from attnops_tpu.caches.schedule import MAX_ITEMS, rows_a_call
+from attnops_tpu.caches.tile_sizes import LANES, queries_a_tile, unit_of
 from attnops_tpu.flash.primitives import PRIMITIVES
 
 # Rows of a register of 32-bit elements; narrower elements share a row. Transfers move whole registers.

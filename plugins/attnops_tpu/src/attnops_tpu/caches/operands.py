@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
+from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.schedule import ItemSchedule
 from attnops_tpu.caches.tile_sizes import LANES
 
 
@@ -24,40 +26,50 @@ class Kind(enum.Enum):
 
 
 class CacheArrays(NamedTuple):
-    """Inputs of scores other than query and key, in the order of `values`.
+    """Inputs of scores other than query and key, in the order of `values`."""
 
-    Attributes:
-        scalars: float32 or int32 [B] each, or [items] for values by query.
-        by_row: float32 or int32 [items, K or 1, R padded to lanes] each.
-        by_key: int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; B is the rows of the
-            cache if ``plan.is_by_row``; None for none.
-        scales: float32 [K] for keys, and for values unless they are latent; empty unless scales are by head.
-    """
-
-    scalars: tuple[jax.Array, ...] = ()
-    by_row: tuple[jax.Array, ...] = ()
+    scalars: tuple[jax.Array, ...] = ()  # float32 or int32 [B] each, or [items] for values by query
+    by_row: tuple[jax.Array, ...] = ()  # float32 or int32 [items, K or 1, R padded to lanes] each
+    # int32 [B or 1, nk, rows, bk], the bits of all values by key one after the other; B is the rows of the cache if
+    # ``plan.keys_by_cache_row``; None for none.
     by_key: jax.Array | None = None
+    # float32 [K] for keys, and for values unless they are latent; empty unless scales are by head.
     scales: tuple[jax.Array, ...] = ()
 
 
+class KernelInputs(NamedTuple):
+    """The arrays of a call of the kernel."""
+
+    query: jax.Array  # [items, K, R, key_lanes]
+    # arrays of blocks [blocks, K, n, d]: keys, and values unless they are latent or joined; then the scales of keys and
+    # of values by token, [blocks, K, n].
+    sources: tuple[jax.Array, ...]
+    # the block of each page, in pieces int32 [rows · pieces, 1, piece]; and whether it is in the table, see
+    # `attnops_tpu.caches.schedule.words_of_pages`. Empty without pages.
+    tables: tuple[jax.Array, ...]
+    block: jax.Array  # the first block of the cache, int32 [1]
+    values: CacheArrays  # values of masks and biases
+    schedule: ItemSchedule  # what each item reads
+    new: Written | None  # new tokens; None for a call that writes none
+
+
+class KernelResults(NamedTuple):
+    """The results of a call of the kernel."""
+
+    out: jax.Array  # [items, K, R, value_lanes]
+    lse: jax.Array | None  # float32 [items, K, R, 128], the same in all lanes; None if the call does not return it
+    sources: tuple[jax.Array, ...]  # the sources with the new tokens; empty for a call that writes none
+
+
 class Value(NamedTuple):
-    """A value of a mask or a bias; static.
+    """A value of a mask or a bias; static."""
 
-    Attributes:
-        name: the function's name, and the index among the function's values.
-        kind: where it is.
-        dtype: the dtype of the function's argument.
-        by_head: whether it varies by head.
-        by_query: whether it varies by query.
-        place: the index among the arrays of its kind; by key, the first of its rows.
-    """
-
-    name: tuple[str, int]
-    kind: Kind
-    dtype: jnp.dtype
-    by_head: bool
-    by_query: bool
-    place: int
+    name: tuple[str, int]  # the function's name, and the index among the function's values
+    kind: Kind  # where it is
+    dtype: jnp.dtype  # the dtype of the function's argument
+    by_head: bool  # whether it varies by head
+    by_query: bool  # whether it varies by query
+    place: int  # the index among the arrays of its kind; by key, the first of its rows
 
 
 def values(plan: CachePlan) -> list[Value]:
@@ -182,6 +194,6 @@ def _padded(plan: CachePlan, x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, plan.items - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
 
 
-def named(found: Sequence[Value], name: str) -> list[Value]:
-    """The values of a function, in its order."""
-    return [value for value in found if value.name[0] == name]
+def values_of(plan: CachePlan, name: str) -> list[Value]:
+    """The values of a function, "mask" or "bias", in its order; or the sinks."""
+    return [value for value in values(plan) if value.name[0] == name]

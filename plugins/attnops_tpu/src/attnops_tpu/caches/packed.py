@@ -20,26 +20,17 @@ CacheType = TypeVar("CacheType", bound=StoredCache)
 
 
 class Unpacked(NamedTuple):
-    """A call of packed rows as one of a batch of tiles.
+    """A call of packed rows as one of a batch of tiles."""
 
-    Attributes:
-        call: the call with queries [tiles, bq, H, D], and mask and bias for scores [tiles, H, bq, S].
-        of_keys: the same call with row i of the cache in place of tile i's, so that its values by key are by row of the
-            cache; None if there are more rows than tiles.
-        row: the row of the cache of each tile, int32 [tiles]; any for tiles without queries.
-        exists: whether a tile has queries, bool [tiles].
-        tile: the tile of each packed query, int32 [N].
-        place: the index of each packed query in its tile, int32 [N].
-        is_real: whether a packed query is no padding, bool [N].
-    """
-
-    call: FlashCall
+    call: FlashCall  # the call with queries [tiles, bq, H, D], and mask and bias for scores [tiles, H, bq, S]
+    # the same call with row i of the cache in place of tile i's, so that its values by key are by row of the cache;
+    # None if there are more rows than tiles.
     of_keys: FlashCall | None
-    row: jax.Array
-    exists: jax.Array
-    tile: jax.Array
-    place: jax.Array
-    is_real: jax.Array
+    row: jax.Array  # the row of the cache of each tile, int32 [tiles]; any for tiles without queries
+    exists: jax.Array  # whether a tile has queries, bool [tiles]
+    tile: jax.Array  # the tile of each packed query, int32 [N]
+    place: jax.Array  # the index of each packed query in its tile, int32 [N]
+    is_real: jax.Array  # whether a packed query is no padding, bool [N]
 
 
 def unpacked(call: FlashCall, cache: StoredCache) -> Unpacked:
@@ -81,7 +72,7 @@ def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[Cac
     """The new tokens that the kernel writes, as those of a batch of tiles, and the cache with the others.
 
     The kernel writes a row's new tokens only if its queries fit one tile: of several tiles, each would need the new
-    tokens of the others. All other tokens, such as a prompt's, are written before, which needs little time compared to
+    tokens of the others. All other tokens, such as a prompt's, are written before the kernel, at a small cost beside
     their scores; so are those of a row with more new tokens than a tile has queries, since left padding has no queries.
     """
     assert new.starts is not None

@@ -25,42 +25,12 @@ class CachePlan:
     A grid step is an *item*: a tile of queries of a row of the cache. It visits the tiles of keys that its queries may
     see. The G query heads of a kv head are rows of one tile, R = G · bq of them: row r is query r % bq of head r // bq.
 
-    A tile of keys is ``units`` units; a unit is what is transferred or left out: a page, or, without pages, a chunk of
-    a row.
-
-    Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call; S is the slots of a row. For packed rows B is the number of
-            tiles of queries, and T the queries of a tile.
-        width: features of a token in the array of keys, zeros and joined values included.
-        bq: queries per tile.
-        bk: keys per tile, a multiple of ``unit``.
-        chunk: keys per chunk; a tile is computed chunk by chunk.
-        masked_chunk: the same for a masked tile, which leaves out chunks that no query sees.
-        unit: slots per unit.
-        is_packed: whether the schedule has the row of the cache of each item; else rows follow one another.
-        is_by_row: for packed rows, whether values by key are by row of the cache, instead of by item.
-        is_ring: whether slot 0 of a row follows its last slot.
-        is_paged: whether units are pages, found by a table.
-        piece: entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile.
-        buffers: tiles of keys in vector memory: one is computed with, the others are being transferred.
-        starts: when transfers start, see `Starts`.
-        cores: the cores that share a kernel's grid; items are given to them in turn.
-        dtype: the dtype of queries and weights in products.
-        stored: the dtype of stored tokens.
-        operand: the dtype of keys and values in products.
-        out_dtype: the dtype of the output.
-        scales: what has a scale of its own, "token_head" or "head"; empty for tokens that are stored as they are.
-        is_latent: whether values are the first Dv features of keys.
-        is_joined: whether values are the last Dv features of the array of keys.
-        precision: the precision of products.
-        scale: the softmax scale.
-        scoring: what changes scores: mask, bias, soft cap and sinks, see `attnops.kernels.Scoring`.
-        wants_lse: whether the logsumexp is asked for.
-        interpret: whether the kernel runs in Pallas's interpreter.
-        bounds_checks: whether the kernel checks that its accesses are in bounds.
-        vmem: the most bytes of vector memory that it may use.
+    A tile of keys is ``units`` units. A unit is transferred or skipped as a whole. It is a page, or, without pages,
+    some slots of a row.
     """
 
+    # The dimensions of the call; S is the slots of a row. For packed rows B is the number of tiles of queries, and T
+    # the queries of a tile.
     B: int
     T: int
     S: int
@@ -68,34 +38,34 @@ class CachePlan:
     K: int
     D: int
     Dv: int
-    width: int
-    bq: int
-    bk: int
-    chunk: int
-    masked_chunk: int
-    unit: int
-    is_packed: bool
-    is_by_row: bool
-    is_ring: bool
-    is_paged: bool
-    piece: int
-    buffers: int
-    starts: Starts
-    cores: int
-    dtype: np.dtype
-    stored: np.dtype
-    operand: np.dtype
-    out_dtype: np.dtype
-    scales: str
-    is_latent: bool
-    is_joined: bool
-    precision: jax.lax.PrecisionLike
-    scale: float
-    scoring: Scoring
-    wants_lse: bool
-    interpret: bool
-    bounds_checks: bool
-    vmem: int
+    width: int  # features of a token in the array of keys, zeros and joined values included
+    bq: int  # queries per tile
+    bk: int  # keys per tile, a multiple of ``unit``
+    chunk: int  # keys per chunk; a tile is computed chunk by chunk
+    masked_chunk: int  # the same for a masked tile, which leaves out chunks that no query sees
+    unit: int  # slots per unit
+    is_packed: bool  # whether the schedule has the row of the cache of each item; else rows follow one another
+    keys_by_cache_row: bool  # for packed rows, whether values by key are those of the cache's rows, not of items
+    is_ring: bool  # whether slot 0 of a row follows its last slot
+    is_paged: bool  # whether units are pages, which a table lists
+    piece: int  # entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile
+    buffers: int  # tiles of keys in vector memory: one is computed with, the others are being transferred
+    starts: Starts  # when transfers start, see `Starts`
+    cores: int  # the cores that share a kernel's grid; items are given to them in turn
+    dtype: np.dtype  # the dtype of queries and weights in products
+    stored: np.dtype  # the dtype of stored tokens
+    operand: np.dtype  # the dtype of keys and values in products
+    out_dtype: np.dtype  # the dtype of the output
+    scales: str  # what has a scale of its own, "token_head" or "head"; empty if tokens are not quantised
+    is_latent: bool  # whether values are the first Dv features of keys
+    is_joined: bool  # whether values are the last Dv features of the array of keys
+    precision: jax.lax.PrecisionLike  # the precision of products
+    scale: float  # the softmax scale
+    scoring: Scoring  # what changes scores: mask, bias, soft cap and sinks, see `attnops.kernels.Scoring`
+    wants_lse: bool  # whether the call returns the logsumexp
+    interpret: bool  # whether the kernel runs in Pallas's interpreter
+    bounds_checks: bool  # whether the kernel checks that its accesses are in bounds
+    vmem: int  # the most bytes of vector memory that it may use
 
     @property
     def G(self) -> int:
@@ -152,6 +122,11 @@ class CachePlan:
     def units(self) -> int:
         """Units per tile of keys."""
         return self.bk // self.unit
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a row's table."""
+        return -(-self.nk * self.units // self.piece)
 
     @property
     def words(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar, Unpack
 
@@ -13,6 +12,7 @@ from attnops import AttentionRequest, OperationOutput, Reason
 from attnops.kernels import FlashCall
 from attnops_caches import CacheLimits, CacheOptions, CacheReader, NewTokens, StoredCache, cache_of, slots_of_row
 from attnops_tpu.caches.limits import unsupported
+from attnops_tpu.caches.new_tokens import group_of, groups_of
 from attnops_tpu.caches.tile_sizes import MAX_NEW, packed_queries_a_tile, queries_a_tile, unit_of
 from attnops_tpu.generations import generation
 
@@ -56,8 +56,8 @@ class TPUCacheReader(CacheReader):
         if size > MAX_NEW:
             yield Reason("query", T, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
                          f"held in vector memory", "give fewer tokens a step")  # fmt: skip
-        group = math.gcd(128 if cache.scales == "token_head" else 32 // itemsize, unit)
-        if cache.storage == "WindowCache" and (T + group - 2) // group + 1 > slots // group:
+        group = group_of(cache.scales == "token_head", itemsize, unit)
+        if cache.storage == "WindowCache" and groups_of(T, group) > slots // group:
             yield Reason("query", T, f"may begin and end in the same group of {group} slots, of a "
                          f"ring of {slots}", "create the cache with more max_append")  # fmt: skip
         packed = 4 // itemsize

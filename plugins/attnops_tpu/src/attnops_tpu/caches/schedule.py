@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,33 +11,42 @@ from jax import lax
 from attnops.kernels import merged
 from attnops.masks import Coverage, Mask, block_map
 from attnops_caches.masks import Slots
+from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.plan import BITS, CachePlan
 from attnops_tpu.caches.tile_sizes import LANES
-from attnops_tpu.caches.write import Written
+
+# Items of a call, and bytes that its rows may use of the 1 MiB of scalar memory, which also has the table and what the
+# compiler keeps.
+MAX_ITEMS: Final = 1 << 14
+_SCALAR_BYTES: Final = 960 << 10
+# Up to 16 values of masks and biases per row.
+_ROW_BYTES: Final = 16 * 4
 
 
 class ItemSchedule(NamedTuple):
-    """For scalar memory, int32 [items] each.
+    """For scalar memory, int32 [items] each: arrays, or references to them."""
 
-    Attributes:
-        first: the first unit that an item reads.
-        stop: the unit after the last; ``first`` for an item without keys.
-        first_full: the first of the consecutive tiles of keys that are FULL.
-        stop_full: the tile after the last of them.
-        following: [cores + items]: each core's first item with keys, then for each item its core's next item with keys;
-            ``items`` if there is none.
-        missing: whether a page with tokens that a tile of the item reads is not in the table; [1] for storages without
-            pages.
-        row: the row of the cache; [1] if it follows from the item.
+    first: Any  # the first unit that an item reads
+    stop: Any  # the unit after the last; ``first`` for an item without keys
+    first_full: Any  # the first of the consecutive tiles of keys that are FULL
+    stop_full: Any  # the tile after the last of them
+    # [cores + items]: each core's first item with keys, then for each item its core's next item with keys; ``items`` if
+    # there is none.
+    following: Any
+    # whether a page with tokens that a tile of the item reads is not in the table; [1] for storages without pages.
+    missing: Any
+    row: Any  # the row of the cache; [1] if it follows from the item
+
+
+def rows_a_call(nq: int, words: int = 0) -> int:
+    """The most rows whose schedule fits scalar memory; 0 where that of one row doesn't.
+
+    Args:
+        nq: tiles of queries per row.
+        words: the words of 32 bits that a row has in scalar memory besides.
     """
-
-    first: jax.Array
-    stop: jax.Array
-    first_full: jax.Array
-    stop_full: jax.Array
-    following: jax.Array
-    missing: jax.Array
-    row: jax.Array
+    bytes_a_row = 4 * len(ItemSchedule._fields) * nq + _ROW_BYTES + 4 * words
+    return min(MAX_ITEMS // nq, _SCALAR_BYTES // bytes_a_row)
 
 
 def schedule(

@@ -11,12 +11,6 @@ from attnops_tpu.generations import Generation
 LANES: Final = 128
 # Entries of a row's table that are in scalar memory at a time: 512 bytes, the least that a transfer moves.
 PIECE: Final = 128
-# Bytes of scalar memory per item, and per row with up to 16 values of masks and biases; and what they may use of its
-# 1 MiB, which also has the table and what the compiler keeps.
-MAX_ITEMS: Final = 1 << 14
-ITEM_BYTES: Final = 28
-ROW_BYTES: Final = 64
-SCALAR_BYTES: Final = 960 << 10
 # The most bytes of a row's new tokens; vector memory holds those of two rows.
 MAX_NEW: Final = 8 << 20
 # A unit of a storage without pages, and the most units per tile: each has transfers of its own.
@@ -33,12 +27,10 @@ _PACKED_ROWS: Final = 128
 # Scores of a chunk of a tile, which are in registers between two products: 16 registers of 64.
 _CHUNK: Final = 16384
 # Up to 128 rows, a chunk has at least so many keys, although scores are spilled: products over fewer keys use less of
-# the matrix unit. 1,024 keys of 576 features for 128 rows need 1,803, 1,519, 1,414 bundles in chunks of 128, 256, 512
-# keys, and in tiles of 4,096 keys 1,000, 935, 1,000 in chunks of 512, 1,024, 2,048.
+# the matrix unit.
 _LEAST_CHUNK: Final = 1024
 # From so many rows on a tile is bound by the matrix unit, and tiles are long, so that the waits at their ends (some 350
-# bundles for a latent) count less: 1,024 keys of a latent need 1,400 bundles in a tile of their own, 935 in tiles of
-# 4,096, 857 in tiles of 8,192.
+# bundles for a latent) count less.
 _MANY_ROWS: Final = 64
 # The most chunks of such a tile, of all kv heads, which are straight-line code; and its share of vector memory.
 _CHUNKS: Final = 8
@@ -48,19 +40,15 @@ _SCORES: Final = 1 << 17
 
 
 class GenerationTiles(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        tile: bytes of a tile of keys and values, all heads: enough that pending transfers cover the latency of main
-            memory, that the steps of one kv head fill the latencies of another's, and that the some 150 bundles of the
-            loop itself and of the latencies at a tile's ends count little.
-        buffers: tiles of keys in vector memory.
-        start: the weight of a start in `choose` if features have 1 byte. On tpu7x these have another layout in vector
-            memory than in main memory, and a start needs 9 bundles if a token is wider than the lanes, else 4.
-    """
-
+    # Bytes of a tile of keys and values, all heads: enough that pending transfers cover the latency of main memory,
+    # that the steps of one kv head fill the latencies of another's, and that the some 150 bundles of the loop itself
+    # and of the latencies at a tile's ends count little.
     tile: int
-    buffers: int
+    buffers: int  # tiles of keys in vector memory
+    # The weight of a start in `choose` if features have 1 byte. On tpu7x these have another layout in vector memory
+    # than in main memory, and a start needs 9 bundles if a token is wider than the lanes, else 4.
     start: int = 1
 
 
@@ -68,7 +56,7 @@ class Starts(enum.Enum):
     """When the transfers of a tile start, in the step of the tile that is two before it.
 
     Attributes:
-        BEFORE: before the wait for that tile, so that they have most time.
+        BEFORE: before the wait for that tile, so that transfers have most time.
         BETWEEN: some after each read of that tile. Many starts together stall all else: for one kv head in pages of 16
             tokens, the starts alone would need more time than the computation.
         AFTER: after the reads of that tile, while the matrix unit, which bounds it, finishes its last products. On v6e,
@@ -132,22 +120,20 @@ def packed_queries_a_tile(block_q: int | None, N: int, rows: int, G: int) -> int
     return min(N, block_q or min(-(-N // (8 * rows)) * 8, most))
 
 
-def reads_a_tile(K: int, bk: int) -> int:
-    """Reads of keys and of values of a tile, 128 tokens of a kv head each."""
-    return 2 * K * -(-bk // LANES)
+def ranges(stop: int, step: int) -> list[tuple[int, int]]:
+    """Consecutive ranges of at most ``step`` from 0 to ``stop``, as (start, size)."""
+    return [(start, min(step, stop - start)) for start in range(0, stop, step)]
+
+
+def reads_a_tile(K: int, bk: int, chunk: int = LANES) -> int:
+    """Reads of keys and of values of a tile while transfers start: 128 tokens of a chunk and a kv head each."""
+    return 2 * K * sum(len(ranges(size, LANES)) for _, size in ranges(bk, chunk))
 
 
 def choose(
-    generation: Generation,
-    block_q: int | None,
-    block_k: int | None,
-    lengths: tuple[int, int],
-    heads: tuple[int, int],
-    token_bytes: int,
-    itemsize: int,
-    unit: int,
-    interpret: bool,
-) -> CacheTileSizes:
+    generation: Generation, block_q: int | None, block_k: int | None, lengths: tuple[int, int], heads: tuple[int, int],
+    token_bytes: int, itemsize: int, unit: int, interpret: bool,
+) -> CacheTileSizes:  # fmt: skip
     """The tiles of a call.
 
     Args:
@@ -192,14 +178,3 @@ def choose(
         masked = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
         chunk = masked if row.tile <= _MASKED else bk
     return CacheTileSizes(bq, bk, chunk, masked, unit, math.lcm(units, PIECE), row.buffers, starts)
-
-
-def rows_a_call(nq: int, words: int = 0) -> int:
-    """The most rows whose schedule fits scalar memory; 0 where that of one row doesn't.
-
-    Args:
-        nq: tiles of queries per row.
-        words: the words of 32 bits that a row has in scalar memory besides.
-    """
-    bytes_a_row = ITEM_BYTES * nq + ROW_BYTES + 4 * words
-    return min(MAX_ITEMS // nq, SCALAR_BYTES // bytes_a_row)

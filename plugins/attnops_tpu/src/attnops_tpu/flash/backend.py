@@ -87,14 +87,9 @@ class PallasFlash(FlashBackend):
         return out[:, :, : plan.T].swapaxes(1, 2), (lse, log2_residual * LN2)
 
     def gradients(
-        self,
-        plan: FlashPlan,
-        wants_bias: bool,
-        operands: Operands,
-        statistics: PyTree,
-        delta: jax.Array,
+        self, plan: FlashPlan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array,
         d_out: jax.Array,
-    ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:  # fmt: skip
         query, key, value, arrays, schedules = operands
         lse, lse_residual = statistics
         # The weights exp(score − lse) are too large by 1 / factor, [B, H, T]. They are linear in their cotangents, to

@@ -14,28 +14,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import folds_batch, output_like
 from attnops.masks import Coverage
-from attnops_tpu.flash.launch import Result, Scratch, launch
-from attnops_tpu.flash.operands import (
-    Arrays,
-    Operand,
-    Refs,
-    TileIndex,
-    by_query,
-    cost,
-    rows_of_key,
-    score_operands,
-)
+from attnops_tpu.flash.launch import launch
+from attnops_tpu.flash.operands import Arrays, TileIndex, array_operands, by_query, cost, rows_of_key
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile import (
     SubTile,
@@ -46,44 +37,68 @@ from attnops_tpu.flash.tile import (
     zero_masked_queries,
 )
 from attnops_tpu.flash.tile_schedule import Body, TileSchedule, kinds_of
+from attnops_tpu.references import Output, Prefetched
 
 if TYPE_CHECKING:
     from attnops.typing import DType, Leaf, PyTree, Ref
 
-# Buffers are read at offset 0, but for all that the compiler knows at this one: the rows of a 16-bit register.
+# Buffers are read at offset 0, which the compiler must assume may be this one: the rows of a 16-bit register.
 _OFFSET: Final = 16
 
 
 class Inputs(NamedTuple):
-    """The arrays of the backward pass, with lengths padded to multiples of tiles.
+    """The arrays of the backward pass, with lengths padded to multiples of tiles; or references to a tile's blocks."""
 
-    Attributes:
-        q: [B, H, D, Tp], times the folded factor of the scale.
-        k: [B, K, Sp, D].
-        v: [B, K, Sp, Dv].
-        d_out: [B, H, Dv, Tp].
-        rows: [B, H, 2, Tp], the logsumexp in units of `attnops_tpu.flash.tile.score_unit`, +inf where weights are to be
-            0; and ``d_out · out − d_lse``.
-    """
+    q: Any  # [B, H, D, Tp], times the folded factor of the scale; blocks [D, bq]
+    k: Any  # [B, K, Sp, D]; blocks [bk, D]
+    v: Any  # [B, K, Sp, Dv]; blocks [bk, Dv]
+    d_out: Any  # [B, H, Dv, Tp]; blocks [Dv, bq]
+    # [B, H, 2, Tp], the logsumexp in units of `attnops_tpu.flash.tile.score_unit`, +inf where weights are to be 0; and
+    # ``d_out · out − d_lse``; blocks [2, bq].
+    rows: Any
 
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    d_out: jax.Array
-    rows: jax.Array
+    def check(self, plan: FlashPlan) -> None:
+        """Assert the shapes of blocks."""
+        assert self.q.shape == (plan.D, plan.bq)
+        assert self.k.shape == (plan.bk, plan.D)
+        assert self.v.shape == (plan.bk, plan.Dv)
+        assert self.d_out.shape == (plan.Dv, plan.bq)
+        assert self.rows.shape == (2, plan.bq)
 
 
-def input_operands(plan: FlashPlan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
-    """`Inputs`, and the other inputs of scores."""
-    return [
-        by_query("q", inputs.q, plan.bq),
-        rows_of_key("k", inputs.k, plan),
-        rows_of_key("v", inputs.v, plan),
-        by_query("d_out", inputs.d_out, plan.bq),
-        by_query("rows", inputs.rows, plan.bq),
-        *score_operands(plan, arrays),
-        *([] if arrays.dropout is None else [by_query("dropout", arrays.dropout, plan.bq)]),
-    ]
+class Stage(NamedTuple):
+    """Buffers for a sub-tile between its first products and its last."""
+
+    weights: Any  # [rows + `_OFFSET`, cols], the weights after dropout
+    d_scores: Any  # [rows + `_OFFSET`, cols], the gradients of scores
+
+
+class BackwardRefs(NamedTuple):
+    """The references of a grid step."""
+
+    entries: Any  # the tile schedule, see `TileSchedule.entries`
+    first: Any  # [2], the index of the span's first tile of queries; and 0, which the compiler does not know
+    inputs: Inputs  # the tile's blocks
+    arrays: Arrays  # the tile's other inputs of scores
+    dq_out: Any  # [G, D, span · bq], the result by query, of a split's heads
+    dk_out: Any  # [D, bk], the result by key
+    dv_out: Any  # [Dv, bk], the result by value
+    dk: Any  # float32 [D, bk], the gradients of keys so far
+    dv: Any  # float32 [Dv, bk], the gradients of values so far
+    k_transposed: Any  # [D, bk], the tile's keys
+    stages: tuple[Stage, ...]  # lag + 1 of them, used in turn
+    dq: Any  # float32 [G, D, span · bq], the gradients of queries so far; None if they are accumulated in ``dq_out``
+
+
+def input_operands(plan: FlashPlan, inputs: Inputs) -> Inputs:
+    """The operands of `Inputs`."""
+    return Inputs(
+        q=by_query(inputs.q, plan),
+        k=rows_of_key(inputs.k, plan),
+        v=rows_of_key(inputs.v, plan),
+        d_out=by_query(inputs.d_out, plan),
+        rows=by_query(inputs.rows, plan),
+    )
 
 
 @folds_batch
@@ -134,64 +149,62 @@ def _span(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One sweep: the gradients of a span of queries, [B, H, D, span · bq]; and of keys and of values, in a dtype.
 
-    ``first`` holds the index of the span's first tile, and a 0, see `_add_tile`.
+    ``first``: see `BackwardRefs`.
     """
-    operands = input_operands(plan, inputs, arrays)
     width, sizes = plan.span * plan.bq, plan.backward
     K, G = plan.K * plan.split, plan.G // plan.split
 
-    def tile_at(b: jax.Array, k: jax.Array, step: jax.Array, g: jax.Array, entries: Ref, first: jax.Array) -> TileIndex:
+    def tile_at(b: jax.Array, k: jax.Array, step: jax.Array, g: jax.Array, entries: Ref, first: Ref) -> TileIndex:
         at = entries, b, lax.div(k, np.int32(plan.split)), step
         entry = schedule.at(*at)
         return TileIndex(schedule.batch(*at), k * G + g, entry.column, entry.row)
 
     def of_keys(d: int) -> pl.BlockSpec:
         def index(
-            b: jax.Array, k: jax.Array, step: jax.Array, g: jax.Array, entries: Ref, first: jax.Array
+            b: jax.Array, k: jax.Array, step: jax.Array, g: jax.Array, entries: Ref, first: Ref
         ) -> tuple[jax.Array | int, ...]:
             at = entries, b, lax.div(k, np.int32(plan.split)), step
             return (schedule.batch(*at), k, 0, schedule.at(*at).row)
 
         return pl.BlockSpec((None, None, d, plan.bk), index)
 
-    kernel = functools.partial(_kernel, plan, schedule, [operand.name for operand in operands])
-    dq, dk, dv = launch(
-        plan,
-        kernel,
-        "attnops_flash_backward",
-        grid=(plan.B // schedule.joined, K, schedule.steps, G),
-        scalars=[schedule.entries, first],
-        inputs=[operand.blocks(tile_at) for operand in operands],
-        results=[
-            Result(
-                output_like(inputs.q, (plan.B, plan.H, plan.D, width), plan.out_dtype),
-                pl.BlockSpec((None, G, plan.D, width), lambda *ids: (tile_at(*ids).b, ids[1], 0, 0)),
-            ),
-            *(Result(output_like(inputs.q, (plan.B, K, d, plan.Sp), dtype), of_keys(d)) for d in (plan.D, plan.Dv)),
-        ],
-        scratch=[
-            *(Scratch((d, plan.bk), jnp.float32) for d in (plan.D, plan.Dv)),
-            Scratch((plan.D, plan.bk), plan.dtype),
-            *[Scratch((sizes.rows + _OFFSET, sizes.cols), plan.dtype)] * (2 * (sizes.lag + 1)),
-            # float32 gradients are accumulated in their block.
-            *([] if plan.out_dtype == jnp.float32 else [Scratch((G, plan.D, width), jnp.float32)]),
-        ],
-        cost=cost(plan, schedule.longest, 3 * plan.D + 2 * plan.Dv),
+    of_tile = array_operands(plan, arrays)._replace(sinks=None)
+    stage = pltpu.VMEM((sizes.rows + _OFFSET, sizes.cols), plan.dtype)
+    refs = BackwardRefs(
+        entries=Prefetched(schedule.entries),
+        first=Prefetched(first),
+        inputs=jax.tree.map(lambda x: x.at(tile_at), input_operands(plan, inputs)),
+        arrays=jax.tree.map(lambda x: x.at(tile_at), of_tile),
+        dq_out=Output(
+            output_like(inputs.q, (plan.B, plan.H, plan.D, width), plan.out_dtype),
+            pl.BlockSpec((None, G, plan.D, width), lambda *ids: (tile_at(*ids).b, ids[1], 0, 0)),
+        ),
+        dk_out=Output(output_like(inputs.q, (plan.B, K, plan.D, plan.Sp), dtype), of_keys(plan.D)),
+        dv_out=Output(output_like(inputs.q, (plan.B, K, plan.Dv, plan.Sp), dtype), of_keys(plan.Dv)),
+        dk=pltpu.VMEM((plan.D, plan.bk), jnp.float32),
+        dv=pltpu.VMEM((plan.Dv, plan.bk), jnp.float32),
+        k_transposed=pltpu.VMEM((plan.D, plan.bk), plan.dtype),
+        stages=(Stage(stage, stage),) * (sizes.lag + 1),
+        dq=None if plan.out_dtype == jnp.float32 else pltpu.VMEM((G, plan.D, width), jnp.float32),
     )
+    dq, dk, dv = launch(
+        plan, functools.partial(_kernel, plan, schedule), "attnops_flash_backward", refs,
+        grid=(plan.B // schedule.joined, K, schedule.steps, G),
+        cost=cost(plan, schedule.longest, 3 * plan.D + 2 * plan.Dv),
+    )  # fmt: skip
     return dq * plan.scale if plan.out_dtype == jnp.float32 else dq, dk, dv
 
 
-def _kernel(
-    plan: FlashPlan, schedule: TileSchedule, names: Sequence[str], entries: Ref, first: jax.Array, *refs: Ref
-) -> None:
-    """A grid step: a tile of one query head. ``names`` are those of the first references, the operands."""
-    named = dict(zip(names, refs, strict=False))
-    dq_out, dk_out, dv_out, dk, dv, k_transposed, *buffers = refs[len(names) :]
-    dq = dq_out if dq_out.dtype == jnp.float32 else buffers.pop()
-    named["k_transposed"] = k_transposed
+def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: BackwardRefs) -> None:
+    """A grid step: a tile of one query head."""
+    refs.inputs.check(plan)
+    assert refs.dq_out.shape == (plan.G // plan.split, plan.D, plan.span * plan.bq)
+    assert refs.dk.shape == refs.dk_out.shape == refs.k_transposed.shape == (plan.D, plan.bk)
+    assert refs.dv.shape == refs.dv_out.shape == (plan.Dv, plan.bk)
+    dq = refs.dq_out if refs.dq is None else refs.dq
     b, k, step, g = (pl.program_id(axis) for axis in range(4))
     G = plan.G // plan.split
-    at = entries, b, lax.div(k, np.int32(plan.split))
+    at = refs.entries, b, lax.div(k, np.int32(plan.split))
     entry, batch = schedule.at(*at, step), schedule.batch(*at, step)
     index = TileIndex(batch, k * G + g, entry.column, entry.row)
     is_first, is_last = step == 0, step == pl.num_programs(2) - 1
@@ -209,85 +222,75 @@ def _kernel(
 
     @pl.when(begins & (entry.kind == int(Coverage.EMPTY)))
     def _() -> None:
-        _clear(dk)
-        _clear(dv)
+        _clear(refs.dk)
+        _clear(refs.dv)
 
     for kind in schedule.kinds:
 
         @pl.when(entry.kind == kind)
         def _(body: Body = schedule.body(kind)) -> None:  # noqa: B008
-            start = (index.q_tile - first[0]) * plan.bq
-            _add_tile(plan, named, index, body, (dq.at[g], dk, dv), begins, start, buffers, first[1])
+            start = (index.q_tile - refs.first[0]) * plan.bq
+            _add_tile(plan, refs, index, body, dq.at[g], begins, start)
 
     @pl.when((entry.last == 1) & (g == G - 1))
     def _() -> None:
-        dk_out[...] = (dk[...] * plan.scale_residual).astype(dk_out.dtype)
-        dv_out[...] = dv[...].astype(dv_out.dtype)
+        refs.dk_out[...] = (refs.dk[...] * plan.scale_residual).astype(refs.dk_out.dtype)
+        refs.dv_out[...] = refs.dv[...].astype(refs.dv_out.dtype)
 
-    if dq is not dq_out:
+    if refs.dq is not None:
 
         @pl.when(is_last & (g == G - 1))
         def _() -> None:
             for head in range(G):
-                _write(dq_out.at[head], dq.at[head], plan.scale)
+                _write(refs.dq_out.at[head], dq.at[head], plan.scale)
 
 
 def _add_tile(
-    plan: FlashPlan,
-    refs: Refs,
-    index: TileIndex,
-    body: Body,
-    gradients: Ref,
-    begins: Leaf,
-    start: Ref,
-    buffers: Ref,
-    zero: Ref,
+    plan: FlashPlan, refs: BackwardRefs, index: TileIndex, body: Body, dq: Ref, begins: Leaf, start: Leaf
 ) -> None:
     """Add the contribution of a tile to the gradients.
 
     Args:
         plan: the plan of the call.
-        refs: references to blocks, by the names of operands.
+        refs: the references.
         index: the index of the tile.
         body: the code of its kind.
-        gradients: the gradients of queries [D, span · bq], of keys [D, bk] and of values [Dv, bk].
-        begins: whether the tile is the first of its row, so that the last two hold nothing yet.
-        start: the offset of the tile's queries in the first.
-        buffers: [rows + `_OFFSET`, cols] each, for the weights and the gradients of scores of the sub-tiles between two
-            stages.
-        zero: 0, unknown to the compiler: otherwise it would forward stores to loads, keep the buffers in registers, and
-            spill those.
+        dq: [D, span · bq], the gradients of queries so far.
+        begins: whether the tile is the first of its row, so that ``refs.dk`` and ``refs.dv`` hold nothing yet.
+        start: the offset of the tile's queries in ``dq``.
     """
-    dq, dk, dv = gradients
+    inputs, zero = refs.inputs, refs.first[1]
     rows, cols, lag, keys_first = plan.backward
     columns, lines = range(0, plan.bq, cols), range(0, plan.bk, rows)
     order = itertools.product(columns, lines) if keys_first else ((col, row) for row in lines for col in columns)
     sub_tiles = [
-        SubTile(plan, refs, index, row, rows, col, cols)
+        SubTile(plan, refs.arrays, index, row, rows, col, cols)
         for col, row in order
         if (row // rows, col // cols) not in body.hidden
     ]
     masked = [body.is_masked(sub.row // rows, sub.col // cols) for sub in sub_tiles]
     # The first sub-tile of each range of keys.
     firsts = {sub.row: i for i, sub in reversed(list(enumerate(sub_tiles)))}
+    # At an offset that the compiler knows it would forward stores to loads, keep the buffers in registers, and spill
+    # those.
     written = pl.ds(zero * _OFFSET if plan.interpret else pl.multiple_of(zero * _OFFSET, _OFFSET), rows)
 
     def prepare(i: int, s: jax.Array, d_weights: jax.Array) -> None:
         s, pull_back = cap_and_bias_vjp(sub_tiles[i], s, masked[i])
-        weights, d_scores, _ = weights_and_gradients(sub_tiles[i], refs, masked[i], s, d_weights)
+        weights, d_scores, _ = weights_and_gradients(sub_tiles[i], inputs, masked[i], s, d_weights)
         if pull_back is not None:
             (d_scores,) = pull_back(d_scores)
-        for x, buffer in zip((weights, d_scores), buffers[2 * (i % (lag + 1)) :], strict=False):
+        for x, buffer in zip((weights, d_scores), refs.stages[i % (lag + 1)], strict=True):
             buffer[:rows, :] = x.astype(plan.dtype)
 
     def add(i: int) -> None:
         sub = sub_tiles[i]
-        weights, d_scores = (buffer[written, :] for buffer in buffers[2 * (i % (lag + 1)) :][:2])
-        q, k_transposed = refs["q"][:, sub.queries], refs["k_transposed"][:, sub.keys]
+        weights, d_scores = (buffer[written, :] for buffer in refs.stages[i % (lag + 1)])
+        q, k_transposed = inputs.q[:, sub.queries], refs.k_transposed[:, sub.keys]
         if masked[i] and plan.scoring.has_fully_masked_tokens:
             visible = sub.allowed()
             q, k_transposed = zero_masked_queries(q, visible), zero_masked_keys(k_transposed, visible, axis=1)
-        for total, x, d_x in ((dv, refs["d_out"][:, sub.queries], weights), (dk, q, d_scores)):
+        for total, x, d_x in ((refs.dv, inputs.d_out[:, sub.queries], weights), (refs.dk, q, d_scores)):
             before = total[:, sub.keys]
             # Cheaper here, between products, than in a loop of its own.
             before = jnp.where(begins, 0.0, before) if firsts[sub.row] == i else before
@@ -298,13 +301,13 @@ def _add_tile(
 
     for row in lines:
         if row not in firsts:  # all of these are hidden
-            for total in (dk, dv):
+            for total in (refs.dk, refs.dv):
                 total[:, row : row + rows] = jnp.where(begins, 0.0, total[:, row : row + rows])
     for i in range(len(sub_tiles) + lag):
-        computed = products(sub_tiles[i], refs) if i < len(sub_tiles) else None
+        computed = products(sub_tiles[i], inputs) if i < len(sub_tiles) else None
         if computed is not None and firsts[sub_tiles[i].row] == i:
             keys = sub_tiles[i].keys
-            refs["k_transposed"][:, keys] = refs["k"][keys, :].T
+            refs.k_transposed[:, keys] = inputs.k[keys, :].T
         if i >= lag:
             add(i - lag)
         if computed is not None:
@@ -335,23 +338,23 @@ def _write(out: Ref, x: Ref, factor: float) -> None:
     lax.fori_loop(0, x.shape[0] // step, body, None)
 
 
-def products(sub: SubTile, refs: Refs) -> tuple[jax.Array, jax.Array]:
+def products(sub: SubTile, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Query times key, and the gradients of the weights, both [rows, cols]."""
-    s = product(sub.plan, refs["k"][sub.keys, :], refs["q"][:, sub.queries])
-    return s, product(sub.plan, refs["v"][sub.keys, :], refs["d_out"][:, sub.queries])
+    s = product(sub.plan, inputs.k[sub.keys, :], inputs.q[:, sub.queries])
+    return s, product(sub.plan, inputs.v[sub.keys, :], inputs.d_out[:, sub.queries])
 
 
 def weights_and_gradients(
-    sub: SubTile, refs: Refs, masked: bool, s: jax.Array, d_weights: jax.Array
+    sub: SubTile, inputs: Inputs, masked: bool, s: jax.Array, d_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The weights after dropout, the gradients of the scores, and which scores are not masked, None for all."""
     plan = sub.plan
     visible = sub.allowed() if masked else None
     if visible is not None:
         s = jnp.where(visible, s, -jnp.inf)
-    weights = jnp.exp2((s - refs["rows"][:1, sub.queries]) * log2_unit(plan))
+    weights = jnp.exp2((s - inputs.rows[:1, sub.queries]) * log2_unit(plan))
     drop = sub.dropout()
-    d_scores = weights * (drop(d_weights) - refs["rows"][1:, sub.queries])
+    d_scores = weights * (drop(d_weights) - inputs.rows[1:, sub.queries])
     if visible is not None:
         # Fully masked tokens may hold NaN.
         d_scores = jnp.where(visible, d_scores, 0.0)

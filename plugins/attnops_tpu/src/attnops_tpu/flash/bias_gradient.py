@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import folds_batch, one_by_one, output_like
 from attnops.masks import Coverage
 from attnops_tpu.flash.backward import Inputs, input_operands, products, weights_and_gradients
-from attnops_tpu.flash.launch import Result, Scratch, launch
-from attnops_tpu.flash.operands import Arrays, Refs, TileIndex, concatenate_rows, cost
+from attnops_tpu.flash.launch import launch
+from attnops_tpu.flash.operands import Arrays, TileIndex, array_operands, concatenate_rows, cost
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile import SubTile, cap_and_bias_vjp, sheared, to_row, zero_masked_scores
 from attnops_tpu.flash.tile_schedule import TileSchedule
+from attnops_tpu.references import Output, Prefetched
 
 if TYPE_CHECKING:
-    from attnops.typing import Leaf, PyTree, Ref
+    from attnops.typing import Function, Leaf, PyTree, Ref
 
 
 def bias_gradients(
@@ -63,21 +64,34 @@ def _all_rows(
 
 
 class _Wanted(NamedTuple):
-    """The indices of the bias's values that have a gradient.
+    """The indices of the bias's values that have a gradient."""
 
-    Attributes:
-        by_query: the values by query, and numbers, whose gradient is a sum over queries.
-        by_key: the values by key.
-    """
-
-    by_query: list[int]
-    by_key: list[int]
+    by_query: list[int]  # the values by query, and numbers, whose gradient is a sum over queries
+    by_key: list[int]  # the values by key
 
     @classmethod
     def make(cls, plan: FlashPlan, arrays: Arrays) -> _Wanted:
         axes = () if plan.scoring.bias is None else plan.scoring.bias.values
         inexact = [i for i, x in enumerate(arrays.bias) if jnp.issubdtype(x.dtype, jnp.floating)]
         return cls([i for i in inexact if "kv" not in axes[i]], [i for i in inexact if "kv" in axes[i]])
+
+
+class _ValueRefs(NamedTuple):
+    """The references of a grid step."""
+
+    entries: Any  # the tile schedule, see `TileSchedule.entries`
+    inputs: Inputs  # the tile's blocks
+    arrays: Arrays  # the tile's other inputs of scores
+    by_query: tuple[Any, ...]  # [1, bq] each, the gradients of `_Wanted.by_query`
+    by_key: tuple[Any, ...]  # [1, Sp] each, the gradients of `_Wanted.by_key`
+    table: Any  # [1, Sp + Tp], the gradient of a table; None without one
+
+
+def _of_tile(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tile_at: Function) -> tuple[Inputs, Arrays]:
+    """The declarations of a tile's inputs."""
+    operands = input_operands(plan, inputs), array_operands(plan, arrays)._replace(sinks=None)
+    declared: tuple[Inputs, Arrays] = jax.tree.map(lambda x: x.at(tile_at), operands)
+    return declared
 
 
 @folds_batch
@@ -88,7 +102,6 @@ def _value_gradients(
 
     Gradients by key or by distance are accumulated in vector memory for a complete head, O(T + S) elements.
     """
-    operands = input_operands(plan, inputs, arrays)
     wanted = _Wanted.make(plan, arrays)
 
     def tile_at(b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:
@@ -99,17 +112,26 @@ def _value_gradients(
         index = tile_at(*ids)
         return (index.b, index.h, 0, index.q_tile)
 
-    lengths = [plan.Sp] * len(wanted.by_key) + [plan.Sp + plan.Tp] * plan.scoring.table
-    blocks = [(plan.Tp, pl.BlockSpec((None, None, 1, plan.bq), row_index))] * len(wanted.by_query)
-    blocks += [(n, pl.BlockSpec((None, None, 1, n), lambda b, h, step, entries: (b, h, 0, 0))) for n in lengths]
+    def of_head(n: int) -> Output:
+        spec = pl.BlockSpec((None, None, 1, n), lambda b, h, step, entries: (b, h, 0, 0))
+        return Output(output_like(inputs.q, (plan.B, plan.H, 1, n), jnp.float32), spec)
+
+    of_row = Output(
+        output_like(inputs.q, (plan.B, plan.H, 1, plan.Tp), jnp.float32),
+        pl.BlockSpec((None, None, 1, plan.bq), row_index),
+    )
     results = launch(
         plan,
-        functools.partial(_value_kernel, plan, schedule, [operand.name for operand in operands], wanted),
+        functools.partial(_value_kernel, plan, schedule, wanted),
         "attnops_flash_bias_gradient",
+        _ValueRefs(
+            Prefetched(schedule.entries),
+            *_of_tile(plan, inputs, arrays, tile_at),
+            by_query=(of_row,) * len(wanted.by_query),
+            by_key=(of_head(plan.Sp),) * len(wanted.by_key),
+            table=of_head(plan.Sp + plan.Tp) if plan.scoring.table else None,
+        ),
         grid=(plan.B, plan.H, schedule.steps),
-        scalars=[schedule.entries],
-        inputs=[operand.blocks(tile_at) for operand in operands],
-        results=[Result(output_like(inputs.q, (plan.B, plan.H, 1, n), jnp.float32), spec) for n, spec in blocks],
         cost=cost(plan, schedule.longest, plan.D + plan.Dv),
     )
     by_value = dict(zip([*wanted.by_query, *wanted.by_key], results, strict=False))
@@ -117,46 +139,45 @@ def _value_gradients(
     return gradients, None if arrays.table is None else results[-1]
 
 
-def _value_kernel(
-    plan: FlashPlan, schedule: TileSchedule, names: Sequence[str], wanted: _Wanted, entries: Ref, *refs: Ref
-) -> None:
-    """A grid step. ``names`` are those of the first references, the operands."""
-    named, outputs = dict(zip(names, refs, strict=False)), refs[len(names) :]
-    rows, of_head = outputs[: len(wanted.by_query)], outputs[len(wanted.by_query) :]
+def _value_kernel(plan: FlashPlan, schedule: TileSchedule, wanted: _Wanted, refs: _ValueRefs) -> None:
+    """A grid step."""
+    refs.inputs.check(plan)
     b, h, step = (pl.program_id(axis) for axis in range(3))
-    entry = schedule.at(entries, b, h, step)
+    entry = schedule.at(refs.entries, b, h, step)
     index = TileIndex(b, h, entry.row, entry.column)
 
     @pl.when(step == 0)
     def _() -> None:
-        for ref in of_head:
+        for ref in jax.tree.leaves((refs.by_key, refs.table)):
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
     @pl.when(entry.first == 1)
     def _() -> None:
-        for ref in rows:
+        for ref in refs.by_query:
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
 
     def add(masked: bool) -> None:
-        for sub in _sub_tiles(plan, named, index):
-            gradients, d_scores = _sub_tile_gradients(sub, named, wanted, masked)
-            for ref, i in zip(rows, wanted.by_query, strict=True):
+        for sub in _sub_tiles(plan, refs.arrays, index):
+            gradients, d_scores = _sub_tile_gradients(sub, refs.inputs, wanted, masked)
+            for ref, i in zip(refs.by_query, wanted.by_query, strict=True):
                 ref[:, sub.queries] += gradients[i].astype(jnp.float32)
-            for ref, i in zip(of_head, wanted.by_key, strict=False):
+            for ref, i in zip(refs.by_key, wanted.by_key, strict=True):
                 first = index.kv_tile * plan.bk + sub.row
                 at = pl.ds(first if plan.interpret else pl.multiple_of(first, 128), sub.rows)
                 ref[:, at] += to_row(gradients[i].astype(jnp.float32))
-            if plan.scoring.table:
+            if refs.table is not None:
                 width = sub.rows + sub.cols
-                of_head[-1][:, pl.ds(sub.first_distance(), width)] += _by_distance(plan, d_scores)
+                refs.table[:, pl.ds(sub.first_distance(), width)] += _by_distance(plan, d_scores)
 
     for kind in schedule.kinds:
         pl.when(entry.kind == kind)(functools.partial(add, kind != Coverage.FULL))
 
 
-def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool) -> tuple[dict[int, Leaf], jax.Array]:
+def _sub_tile_gradients(
+    sub: SubTile, inputs: Inputs, wanted: _Wanted, masked: bool
+) -> tuple[dict[int, Leaf], jax.Array]:
     """The gradients of the wanted values, by index, and of the scores [rows, cols]."""
-    s, d_weights = products(sub, refs)
+    s, d_weights = products(sub, inputs)
     s = zero_masked_scores(sub, s, masked)
     values = [jnp.broadcast_to(x, (1, sub.cols)) if jnp.ndim(x) == 0 else x for x in sub.bias_values()]
     indices = sorted([*wanted.by_query, *wanted.by_key])
@@ -168,7 +189,7 @@ def _sub_tile_gradients(sub: SubTile, refs: Refs, wanted: _Wanted, masked: bool)
         return sub.apply_cap_and_bias(s * sub.plan.scale_residual, merged)
 
     scores, pull_back = jax.vjp(changed, [values[i] for i in indices])
-    _, d_scores, _ = weights_and_gradients(sub, refs, masked, scores, d_weights)
+    _, d_scores, _ = weights_and_gradients(sub, inputs, masked, scores, d_weights)
     return dict(zip(indices, pull_back(d_scores)[0], strict=True)), d_scores
 
 
@@ -192,6 +213,16 @@ def _summed(gradient: jax.Array, x: jax.Array) -> jax.Array:
     return gradient.sum(axis=axes, keepdims=True).reshape(x.shape)
 
 
+class _ArrayRefs(NamedTuple):
+    """The references of a grid step."""
+
+    entries: Any  # the tile schedule, see `TileSchedule.entries`
+    inputs: Inputs  # the tile's blocks
+    arrays: Arrays  # the tile's other inputs of scores
+    out: Any  # [bq, bk], the result
+    acc: Any  # [bk, bq], the sum so far
+
+
 @one_by_one
 def _array_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> jax.Array:
     """The gradient of an array bias [B or 1, H or 1, Tp, Sp], summed over the batches and heads that share an element.
@@ -200,28 +231,28 @@ def _array_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: T
     """
     array = arrays.array
     assert array is not None
-    operands = input_operands(plan, inputs, arrays)
     batches, heads = (1 if size > 1 else full for size, full in zip(array.shape, (plan.B, plan.H), strict=False))
 
     def tile_at(b: jax.Array, h: jax.Array, step: jax.Array, r: jax.Array, entries: Ref) -> TileIndex:
         entry = schedule.at(entries, b, h, step)
         return TileIndex(b + lax.div(r, np.int32(heads)), h + lax.rem(r, np.int32(heads)), entry.row, entry.column)
 
-    def kernel(entries: Ref, *refs: Ref) -> None:
-        named = dict(zip((o.name for o in operands), refs, strict=False))
-        out, acc = refs[len(operands) + 1 :]
+    def kernel(refs: _ArrayRefs) -> None:
+        refs.inputs.check(plan)
+        acc = refs.acc
         ids = tuple(pl.program_id(axis) for axis in range(4))
-        entry, index = schedule.at(entries, ids[0], ids[1], ids[2]), tile_at(ids[0], ids[1], ids[2], ids[3], entries)
+        entry = schedule.at(refs.entries, ids[0], ids[1], ids[2])
+        index = tile_at(ids[0], ids[1], ids[2], ids[3], refs.entries)
 
         @pl.when(ids[3] == 0)
         def _() -> None:
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
         def add(masked: bool) -> None:
-            for sub in _sub_tiles(plan, named, index):
-                s, d_weights = products(sub, named)
+            for sub in _sub_tiles(plan, refs.arrays, index):
+                s, d_weights = products(sub, refs.inputs)
                 scores, _ = cap_and_bias_vjp(sub, s, masked)
-                _, d_scores, _ = weights_and_gradients(sub, named, masked, scores, d_weights)
+                _, d_scores, _ = weights_and_gradients(sub, refs.inputs, masked, scores, d_weights)
                 acc[sub.keys, sub.queries] += d_scores
 
         for kind in schedule.kinds:
@@ -230,34 +261,28 @@ def _array_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: T
         # The last tile of a shorter map is repeated at its end; it was written already.
         @pl.when((ids[3] == batches * heads - 1) & ((entry.kind > 0) | (entry.last == 1)))
         def _() -> None:
-            out[...] = acc[...].T
+            refs.out[...] = acc[...].T
 
     def tile(*ids: jax.Array) -> tuple[jax.Array | int, ...]:
         entry = schedule.at(ids[-1], *ids[:3])
         return (ids[0], ids[1], entry.row, entry.column)
 
-    # EMPTY tiles keep the zeros of the input.
-    zeros = jnp.zeros_like(array, jnp.float32), pl.BlockSpec(memory_space=pl.ANY)
+    of_tile, spec = _of_tile(plan, inputs, arrays, tile_at), pl.BlockSpec((None, None, plan.bq, plan.bk), tile)
+    # EMPTY tiles keep zeros.
+    zeros = jnp.zeros_like(array, jnp.float32)
+    out = Output(output_like(inputs.q, array.shape, jnp.float32), spec, over=zeros)
     (gradient,) = launch(
-        plan,
-        kernel,
-        "attnops_flash_array_gradient",
+        plan, kernel, "attnops_flash_array_gradient",
+        _ArrayRefs(Prefetched(schedule.entries), *of_tile, out, pltpu.VMEM((plan.bk, plan.bq), jnp.float32)),
         grid=(array.shape[0], array.shape[1], schedule.steps, batches * heads),
-        scalars=[schedule.entries],
-        inputs=[*(operand.blocks(tile_at) for operand in operands), zeros],
-        results=[
-            Result(output_like(inputs.q, array.shape, jnp.float32), pl.BlockSpec((None, None, plan.bq, plan.bk), tile))
-        ],
-        scratch=[Scratch((plan.bk, plan.bq), jnp.float32)],
-        aliases={len(operands): 0},
-    )
+    )  # fmt: skip
     return gradient
 
 
-def _sub_tiles(plan: FlashPlan, refs: Refs, index: TileIndex) -> list[SubTile]:
+def _sub_tiles(plan: FlashPlan, arrays: Arrays, index: TileIndex) -> list[SubTile]:
     rows, cols = plan.backward.rows, plan.backward.cols
     return [
-        SubTile(plan, refs, index, row, rows, col, cols)
+        SubTile(plan, arrays, index, row, rows, col, cols)
         for row in range(0, plan.bk, rows)
         for col in range(0, plan.bq, cols)
     ]

@@ -12,31 +12,29 @@ kernel: the last tile of a head is the previous tile of the next head's first. I
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import folds_batch, output_like
 from attnops.masks import Coverage
-from attnops_tpu.flash.launch import Result, Scratch, launch
+from attnops_tpu.flash.launch import launch
 from attnops_tpu.flash.operands import (
     Arrays,
-    Operand,
-    Refs,
     TileIndex,
-    by_query,
+    array_operands,
     concatenate_rows,
     cost,
     rows_of_key,
     rows_of_query,
-    score_operands,
 )
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile import SubTile, log2_unit, product, score_unit
 from attnops_tpu.flash.tile_schedule import REDUCED, Body, Hidden, TileSchedule
+from attnops_tpu.references import Output, Prefetched
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf, Ref
@@ -47,24 +45,29 @@ EMPTY: Final = int(Coverage.EMPTY)
 COMPARISONS: Final = frozenset({"add", "and", "ge", "gt", "le", "lt", "not", "or", "sub"})
 
 
-class _TileState(NamedTuple):
-    """References to vector memory that is kept from step to step. A number per query is repeated in all 8 sublanes.
+class TileState(NamedTuple):
+    """References to vector memory that is kept from step to step. A number per query is repeated in all 8 sublanes."""
 
-    Attributes:
-        scores: [bk, bq], the scores of the previous tile.
-        m: [8, bq], the largest score of the row of tiles so far.
-        m_before: [8, bq], ``m`` without the previous tile, whose weights are relative to it.
-        alpha: [8, bq], the factor by which ``l`` and ``acc`` are rescaled from ``m_before`` to ``m``.
-        l: [8, bq], the sum of the weights, separately for each sublane.
-        acc: [Dv, bq], the sum of weights times values.
-    """
+    scores: Ref  # [bk, bq], the scores of the previous tile
+    m: Ref  # [8, bq], the largest score of the row of tiles so far
+    m_before: Ref  # [8, bq], ``m`` without the previous tile, whose weights are relative to it
+    alpha: Ref  # [8, bq], the factor by which ``l`` and ``acc`` are rescaled from ``m_before`` to ``m``
+    l: Ref  # [8, bq], the sum of the weights, separately for each sublane
+    acc: Ref  # [Dv, bq], the sum of weights times values
 
-    scores: jax.Array
-    m: Ref
-    m_before: Ref
-    alpha: Ref
-    l: Ref
-    acc: Ref
+
+class ForwardRefs(NamedTuple):
+    """The references of a grid step, which computes scores of its tile and accumulates those of the previous tile."""
+
+    entries: Any  # the tile schedule, see `TileSchedule.entries`
+    q: Any  # [bq, D], this tile's queries, times the folded factor of the scale
+    k: Any  # [bk, D], this tile's keys
+    arrays: Arrays  # this tile's inputs of scores
+    v: Any  # [bk, Dv], the previous tile's values
+    previous_arrays: Arrays  # the previous tile's dropout, and sinks
+    out: Any  # [bq, Dv], the output of the previous tile's row
+    rows: Any  # [2, bq], its logsumexp and the rounding error
+    state: TileState  # the online softmax so far, and the scores of the previous tile
 
 
 def forward(
@@ -96,17 +99,25 @@ def _rows(
     plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
 ) -> tuple[jax.Array, jax.Array]:
     """The results of `forward`, in which only the rows of this schedule are written."""
-    for_scores = [
-        rows_of_query("q", q, plan),
-        rows_of_key("k", k, plan),
-        *score_operands(plan, arrays),
-    ]
-    for_values = [rows_of_key("v", v, plan)]
-    if arrays.dropout is not None:
-        for_values.append(by_query("dropout", arrays.dropout, plan.bq))
-    if arrays.sinks is not None:
-        for_values.append(Operand("sinks", arrays.sinks))
+    out, rows = launch(
+        plan,
+        functools.partial(_kernel, plan, schedule),
+        "attnops_flash_forward",
+        _references(plan, q, k, v, arrays, schedule),
+        grid=(plan.B // schedule.joined, plan.H, schedule.steps + 1),
+        cost=cost(plan, schedule.longest, plan.D + plan.Dv),
+        sequential=plan.sequential,
+        spilled=_bytes_a_score(plan) * plan.bq * plan.bk,
+    )
+    return out, rows
+
+
+def _references(
+    plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
+) -> ForwardRefs:
     current, previous = functools.partial(_current_tile, schedule), functools.partial(_previous_tile, plan, schedule)
+    operands = array_operands(plan, arrays)
+    of_weights = Arrays(dropout=operands.dropout, sinks=operands.sinks)
 
     def out_index(*ids: jax.Array) -> tuple[jax.Array | int, ...]:
         index = previous(*ids)
@@ -116,35 +127,32 @@ def _rows(
         index = previous(*ids)
         return (index.b, index.h, 0, index.q_tile)
 
-    out, rows = launch(
-        plan,
-        functools.partial(_kernel, plan, schedule, [operand.name for operand in (*for_scores, *for_values)]),
-        "attnops_flash_forward",
-        grid=(plan.B // schedule.joined, plan.H, schedule.steps + 1),
-        scalars=[schedule.entries],
-        inputs=[operand.blocks(tile) for some, tile in ((for_scores, current), (for_values, previous))
-                for operand in some],
-        results=[
-            Result(
-                output_like(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.out_dtype),
-                pl.BlockSpec((None, None, plan.bq, plan.Dv), out_index),
-            ),
-            # One array, since each costs every step some 15 bundles.
-            Result(
-                output_like(q, (plan.B, plan.H, 2, plan.Tp), jnp.float32),
-                pl.BlockSpec((None, None, 2, plan.bq), row_index),
-            ),
-        ],
-        scratch=[
-            Scratch((plan.bk, plan.bq), jnp.float32),
-            *[Scratch((SUBLANES, plan.bq), jnp.float32)] * 4,
-            Scratch((plan.Dv, plan.bq), jnp.float32),
-        ],
-        cost=cost(plan, schedule.longest, plan.D + plan.Dv),
-        sequential=plan.sequential,
-        spilled=_bytes_a_score(plan) * plan.bq * plan.bk,
-    )  # fmt: skip
-    return out, rows
+    a_number = pltpu.VMEM((SUBLANES, plan.bq), jnp.float32)
+    return ForwardRefs(
+        entries=Prefetched(schedule.entries),
+        q=rows_of_query(q, plan).at(current),
+        k=rows_of_key(k, plan).at(current),
+        arrays=jax.tree.map(lambda x: x.at(current), operands._replace(dropout=None, sinks=None)),
+        v=rows_of_key(v, plan).at(previous),
+        previous_arrays=jax.tree.map(lambda x: x.at(previous), of_weights),
+        out=Output(
+            output_like(q, (plan.B, plan.H, plan.Tp, plan.Dv), plan.out_dtype),
+            pl.BlockSpec((None, None, plan.bq, plan.Dv), out_index),
+        ),
+        # One array, since each costs every step some 15 bundles.
+        rows=Output(
+            output_like(q, (plan.B, plan.H, 2, plan.Tp), jnp.float32),
+            pl.BlockSpec((None, None, 2, plan.bq), row_index),
+        ),
+        state=TileState(
+            scores=pltpu.VMEM((plan.bk, plan.bq), jnp.float32),
+            m=a_number,
+            m_before=a_number,
+            alpha=a_number,
+            l=a_number,
+            acc=pltpu.VMEM((plan.Dv, plan.bq), jnp.float32),
+        ),
+    )
 
 
 def _bytes_a_score(plan: FlashPlan) -> int:
@@ -189,11 +197,16 @@ def _previous_step(
     )
 
 
-def _kernel(plan: FlashPlan, schedule: TileSchedule, names: Sequence[str], entries: Ref, *refs: Ref) -> None:
-    """A grid step. ``names`` are those of the first references, the operands."""
-    named = dict(zip(names, refs, strict=False))
-    out, rows = refs[len(names) : len(names) + 2]
-    state = _TileState(*refs[len(names) + 2 :])
+def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
+    """A grid step."""
+    assert refs.q.shape == (plan.bq, plan.D)
+    assert refs.k.shape == (plan.bk, plan.D)
+    assert refs.v.shape == (plan.bk, plan.Dv)
+    assert refs.out.shape == (plan.bq, plan.Dv)
+    assert refs.rows.shape == (2, plan.bq)
+    assert refs.state.scores.shape == (plan.bk, plan.bq)
+    assert refs.state.acc.shape == (plan.Dv, plan.bq)
+    entries, state = refs.entries, refs.state
     b, h, step = (pl.program_id(axis) for axis in range(3))
     entry, before = schedule.at(entries, b, h, step), _previous_step(plan, schedule, b, h, step)
     indices = _current_tile(schedule, b, h, step, entries), _current_tile(schedule, *before, entries)
@@ -211,7 +224,7 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, names: Sequence[str], entri
 
     previous = schedule.at(entries, *before)
     for kind in schedule.kinds:
-        step_of = functools.partial(_step, plan, named, indices, state, entry.first == 1, schedule.body(kind))
+        step_of = functools.partial(_step, plan, refs, indices, entry.first == 1, schedule.body(kind))
         if kind in schedule.after_reduced:
             after = previous.kind == REDUCED
             pl.when((entry.kind == kind) & ~after)(step_of)
@@ -224,40 +237,34 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, names: Sequence[str], entri
 
     @pl.when(is_row & ((previous.kind != EMPTY) | (previous.first == 0)) | is_last)
     def _() -> None:
-        _step(plan, named, indices, state, None, Body())
+        _step(plan, refs, indices, None, Body())
         state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
         state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
         state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
 
     @pl.when((entry.first == 1) & ~is_first | is_last)
     def _() -> None:
-        sinks = named.get("sinks")
+        sinks = refs.previous_arrays.sinks
         sink = None if sinks is None else sinks[indices[1].b if sinks.shape[0] > 1 else 0, indices[1].h]
-        _finish(plan, out, rows, state, sink)
+        _finish(plan, refs, sink)
         _clear(state)
 
 
 def _step(
-    plan: FlashPlan,
-    refs: Refs,
-    indices: tuple[TileIndex, TileIndex],
-    state: _TileState,
-    first: Leaf,
-    body: Body,
+    plan: FlashPlan, refs: ForwardRefs, indices: tuple[TileIndex, TileIndex], first: Leaf, body: Body,
     hidden_before: Hidden = (),
-) -> None:
+) -> None:  # fmt: skip
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
     Args:
         plan: the plan of the call.
-        refs: references to blocks, by the names of operands.
+        refs: the references.
         indices: the indices of the current and the previous tile.
-        state: the online softmax so far, and the scores of the previous tile.
         first: whether the current tile begins a row; None if there is no current tile.
         body: the code of the current tile's kind.
         hidden_before: the sub-tiles that have no score of the previous tile, where scores are -inf.
     """
-    c = log2_unit(plan)
+    c, state = log2_unit(plan), refs.state
     rows, cols = plan.forward.rows, plan.forward.cols
     for col in range(0, plan.bq, cols):
         at = slice(col, col + cols)
@@ -271,7 +278,7 @@ def _step(
             if sub_tile not in hidden_before:
                 weights = jnp.exp2((_by_sublane(state.scores[keys, at]) - base) * c)
                 l_tile = _plus(l_tile, weights.sum(axis=0))
-                weights, v = weights.reshape(rows, cols), refs["v"][keys, :]
+                weights, v = weights.reshape(rows, cols), refs.v[keys, :]
                 if plan.scoring.has_fully_masked_tokens:
                     # Fully masked tokens may hold NaN, and 0 · NaN is NaN.
                     v = jnp.where(weights.max(axis=1, keepdims=True) != 0, v, jnp.zeros((), v.dtype))
@@ -279,13 +286,15 @@ def _step(
                 state.scores[keys, at] = jnp.full((rows, cols), -jnp.inf, jnp.float32)
             elif first is not None:
                 # The matrix unit works in program order: these products fill the time until the weights are there.
-                s = _scores(SubTile(plan, refs, indices[0], row, rows, col, cols), refs, body.is_masked(*sub_tile))
+                sub = SubTile(plan, refs.arrays, indices[0], row, rows, col, cols)
+                s = _scores(sub, refs, body.is_masked(*sub_tile))
                 state.scores[keys, at] = s
                 highest = _by_sublane(s).max(axis=0)
                 m_tile = highest if m_tile is None else jnp.maximum(m_tile, highest)
             if sub_tile in hidden_before:
                 continue
-            weights = SubTile(plan, refs, indices[1], row, rows, col, cols).dropout()(weights)
+            before = SubTile(plan, refs.previous_arrays, indices[1], row, rows, col, cols)
+            weights = before.dropout()(weights)
             out = product(plan, v, weights.astype(plan.dtype), 0, 0)
             # Accumulated in memory: as a value it would occupy half of the registers.
             acc = state.acc[:, at]
@@ -306,16 +315,17 @@ def _step(
             state.alpha[:, at] = jnp.exp2((m_before - _finite(m)) * c)
 
 
-def _scores(sub: SubTile, refs: Refs, masked: bool) -> jax.Array:
+def _scores(sub: SubTile, refs: ForwardRefs, masked: bool) -> jax.Array:
     plan = sub.plan
-    s = product(plan, refs["k"][sub.keys, :], refs["q"][sub.queries, :], 1, 1)
+    s = product(plan, refs.k[sub.keys, :], refs.q[sub.queries, :], 1, 1)
     if plan.scoring.has_cap_or_bias:
         s = sub.apply_cap_and_bias(s * plan.scale_residual, sub.bias_values())
     return jnp.where(sub.allowed(), s, -jnp.inf) if masked else s
 
 
-def _finish(plan: FlashPlan, out: Ref, rows: Ref, state: _TileState, sink: Ref) -> None:
+def _finish(plan: FlashPlan, refs: ForwardRefs, sink: Leaf) -> None:
     """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""
+    state = refs.state
     m, c = _finite(state.m_before[:1]), log2_unit(plan)
     l = state.l[...].sum(axis=0, keepdims=True)
     sees_any, acc = l != 0, state.acc[...]  # NaN too
@@ -327,13 +337,13 @@ def _finish(plan: FlashPlan, out: Ref, rows: Ref, state: _TileState, sink: Ref) 
         acc, m = acc * alpha, new_m
     l = jnp.where(sees_any, l, 1.0)
     logsumexp = m * score_unit(plan) + jnp.log(l)
-    out[...] = jnp.where(sees_any, acc * (1 / l), 0.0).T.astype(out.dtype)
-    rows[:1] = jnp.where(sees_any, logsumexp, -jnp.inf)
+    refs.out[...] = jnp.where(sees_any, acc * (1 / l), 0.0).T.astype(refs.out.dtype)
+    refs.rows[:1] = jnp.where(sees_any, logsumexp, -jnp.inf)
     residual = (m - logsumexp * (1 / score_unit(plan))) * c + jnp.log2(l)
-    rows[1:] = jnp.where(sees_any, residual, 0.0)
+    refs.rows[1:] = jnp.where(sees_any, residual, 0.0)
 
 
-def _clear(state: _TileState) -> None:
+def _clear(state: TileState) -> None:
     state.l[...] = jnp.zeros(state.l.shape, jnp.float32)
     state.acc[...] = jnp.zeros(state.acc.shape, jnp.float32)
 

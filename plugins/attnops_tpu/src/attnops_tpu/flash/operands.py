@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,13 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops.kernels import Elementwise
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile_schedule import TileSchedule
+from attnops_tpu.references import Input
 
 # An index, in a scalar register.
 Index: TypeAlias = jax.Array
-# References to the blocks of operands, by their names.
-Refs: TypeAlias = Mapping[str, Any]
 
 
 class TileIndex(NamedTuple):
@@ -32,85 +32,87 @@ class TileIndex(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """Inputs other than query, key and value, in kernels' layouts; None if absent.
-
-    Attributes:
-        mask: values of the mask, see `value_layout`.
-        dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, Tp, Sp].
-        bias: values of an elementwise bias, see `value_layout`.
-        table: a bias by distance, float32 [B or 1, H, 1, Sp + Tp]; distance ``q − kv`` is element ``q − kv + Sp``.
-        array: a bias of T × S elements, [B or 1, H or 1, Tp, Sp].
-        sinks: [B or 1, H] float32.
-        dropout: the hash of each row, int32 [B, H, 1, Tp].
+    """Inputs other than query, key and value: arrays, in kernels' layouts; their `Operand`s; or references to a tile's
+    blocks. None, or an empty tuple, if absent.
     """
 
-    mask: tuple[jax.Array, ...] = ()
-    dense: tuple[jax.Array, ...] = ()
-    bias: tuple[jax.Array, ...] = ()
-    table: jax.Array | None = None
-    array: jax.Array | None = None
-    sinks: jax.Array | None = None
-    dropout: jax.Array | None = None
+    mask: tuple[Any, ...] = ()  # values of the mask, see `value_layout`; blocks [1, bq] or [1, bk]
+    bias: tuple[Any, ...] = ()  # values of an elementwise bias, see `value_layout`; blocks [1, bq] or [1, bk]
+    dense: tuple[Any, ...] = ()  # the mask's arrays of T × S elements, int8 [B or 1, H or 1, Tp, Sp]; blocks [bq, bk]
+    # a bias by distance, float32 [B or 1, H, 1, Sp + Tp]; distance ``q − kv`` is element ``q − kv + Sp``; blocks [1, Sp
+    # + Tp].
+    table: Any = None
+    array: Any = None  # a bias of T × S elements, [B or 1, H or 1, Tp, Sp]; blocks [bq, bk]
+    dropout: Any = None  # the hash of each row, int32 [B, H, 1, Tp]; blocks [1, bq]
+    sinks: Any = None  # [B or 1, H] float32, in scalar memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """An array and its blocks.
+    """An array and its blocks."""
 
-    Attributes:
-        name: the name by which kernels refer to it.
-        array: the array.
-        block: shape of a block, None for squeezed axes; empty for the complete array, in scalar memory.
-        block_index: the index of a tile's block.
-    """
-
-    name: str
-    array: jax.Array
+    array: jax.Array  # the array
+    # Shape of a block, None for squeezed axes; empty for the complete array, in scalar memory.
     block: tuple[int | None, ...] = ()
-    block_index: Callable[[TileIndex], tuple[jax.Array | int, ...]] | None = None
+    block_index: Callable[[TileIndex], tuple[jax.Array | int, ...]] | None = None  # the index of a tile's block
 
-    def spec(self, tile_at: Callable[..., TileIndex]) -> pl.BlockSpec:
-        """The block specification; ``tile_at`` is the tile of a grid step."""
+    def at(self, tile_at: Callable[..., TileIndex]) -> Input:
+        """The array and the blocks of grid steps, whose tiles ``tile_at`` gives."""
         block_index = self.block_index
         if block_index is None:
-            return pl.BlockSpec(memory_space=pltpu.SMEM)
-        return pl.BlockSpec(self.block, lambda *ids: block_index(tile_at(*ids)))
-
-    def blocks(self, tile_at: Callable[..., TileIndex]) -> tuple[jax.Array, pl.BlockSpec]:
-        """The array, and `spec`."""
-        return self.array, self.spec(tile_at)
+            return Input(self.array, pl.BlockSpec(memory_space=pltpu.SMEM))
+        return Input(self.array, pl.BlockSpec(self.block, lambda *ids: block_index(tile_at(*ids))))
 
 
-def rows_of_query(name: str, x: jax.Array, plan: FlashPlan) -> Operand:
+def rows_of_query(x: jax.Array, plan: FlashPlan) -> Operand:
     """[B, H, Tp, d]: a tile's queries, as rows."""
-    return Operand(name, x, (None, None, plan.bq, x.shape[3]), lambda p: (_batch(x, p), p.h, p.q_tile, 0))
+    return Operand(x, (None, None, plan.bq, x.shape[3]), lambda p: (_batch(x, p), p.h, p.q_tile, 0))
 
 
-def rows_of_key(name: str, x: jax.Array, plan: FlashPlan) -> Operand:
+def rows_of_key(x: jax.Array, plan: FlashPlan) -> Operand:
     """[B, K, Sp, d]: a tile's keys, as rows."""
-    return Operand(
-        name, x, (None, None, plan.bk, x.shape[3]), lambda p: (_batch(x, p), _kv_head(plan, p), p.kv_tile, 0)
-    )
+    return Operand(x, (None, None, plan.bk, x.shape[3]), lambda p: (_batch(x, p), _kv_head(plan, p), p.kv_tile, 0))
 
 
-def by_query(name: str, x: jax.Array, bq: int) -> Operand:
+def by_query(x: jax.Array, plan: FlashPlan) -> Operand:
     """[B or 1, H or 1, rows, Tp]: a tile's queries, as columns."""
-    return Operand(name, x, (None, None, x.shape[2], bq), lambda p: (*_lead(x, p), 0, p.q_tile))
+    return Operand(x, (None, None, x.shape[2], plan.bq), lambda p: (*_lead(x, p), 0, p.q_tile))
 
 
-def by_key(name: str, x: jax.Array, bk: int) -> Operand:
+def by_key(x: jax.Array, plan: FlashPlan) -> Operand:
     """[B or 1, H or 1, rows, Sp]: a tile's keys, as columns."""
-    return Operand(name, x, (None, None, x.shape[2], bk), lambda p: (*_lead(x, p), 0, p.kv_tile))
+    return Operand(x, (None, None, x.shape[2], plan.bk), lambda p: (*_lead(x, p), 0, p.kv_tile))
 
 
-def by_score(name: str, x: jax.Array, plan: FlashPlan) -> Operand:
+def by_score(x: jax.Array, plan: FlashPlan) -> Operand:
     """[B or 1, H or 1, Tp, Sp]: a tile's scores, queries first."""
-    return Operand(name, x, (None, None, plan.bq, plan.bk), lambda p: (*_lead(x, p), p.q_tile, p.kv_tile))
+    return Operand(x, (None, None, plan.bq, plan.bk), lambda p: (*_lead(x, p), p.q_tile, p.kv_tile))
 
 
-def by_head(name: str, x: jax.Array) -> Operand:
+def by_head(x: jax.Array) -> Operand:
     """[B or 1, H or 1, 1, n]: all n elements of a head."""
-    return Operand(name, x, (None, None, 1, x.shape[3]), lambda p: (*_lead(x, p), 0, 0))
+    return Operand(x, (None, None, 1, x.shape[3]), lambda p: (*_lead(x, p), 0, 0))
+
+
+def array_operands(plan: FlashPlan, arrays: Arrays) -> Arrays:
+    """The operands of `Arrays`."""
+
+    def values(function: Elementwise | None, xs: tuple[Any, ...]) -> tuple[Operand, ...]:
+        axes = function.values if function else ()
+        return tuple(
+            by_query(x, plan) if "q" in of_x else by_key(x, plan) if "kv" in of_x else Operand(x)
+            for of_x, x in zip(axes, xs, strict=True)
+        )
+
+    return Arrays(
+        mask=values(plan.scoring.mask, arrays.mask),
+        bias=values(plan.scoring.bias, arrays.bias),
+        dense=tuple(by_score(x, plan) for x in arrays.dense),
+        table=None if arrays.table is None else by_head(arrays.table),
+        array=None if arrays.array is None else by_score(arrays.array, plan),
+        dropout=None if arrays.dropout is None else by_query(arrays.dropout, plan),
+        sinks=None if arrays.sinks is None else Operand(arrays.sinks),
+    )
 
 
 def concatenate_rows(
@@ -143,29 +145,6 @@ def cost(plan: FlashPlan, longest: int, dims: int) -> pl.CostEstimate:
     )
 
 
-def score_operands(plan: FlashPlan, arrays: Arrays) -> list[Operand]:
-    """The inputs of a tile's scores other than query and key, without dropout."""
-    operands = []
-    for prefix, function, values in (
-        ("mask", plan.scoring.mask, arrays.mask),
-        ("bias", plan.scoring.bias, arrays.bias),
-    ):
-        for i, (axes, x) in enumerate(zip(function.values if function else (), values, strict=True)):
-            name = f"{prefix}{i}"
-            if "q" in axes:
-                operands.append(by_query(name, x, plan.bq))
-            elif "kv" in axes:
-                operands.append(by_key(name, x, plan.bk))
-            else:
-                operands.append(Operand(name, x))
-    operands += [by_score(f"dense{i}", x, plan) for i, x in enumerate(arrays.dense)]
-    if arrays.table is not None:
-        operands.append(by_head("table", arrays.table))
-    if arrays.array is not None:
-        operands.append(by_score("array", arrays.array, plan))
-    return operands
-
-
 def value_layout(plan: FlashPlan, axes: frozenset[str], x: jax.Array) -> jax.Array:
     """A value [B or 1, H or 1, T or 1, S or 1] in kernels' layout, with 32-bit elements.
 
@@ -196,5 +175,5 @@ def _lead(x: jax.Array, p: TileIndex) -> Sequence[jax.Array | int]:
 
 
 def _kv_head(plan: FlashPlan, p: TileIndex) -> jax.Array | int:
-    # Of int32 where x64 is on, too.
+    # int32, even where x64 is on.
     return lax.div(p.h, np.int32(plan.G))

@@ -40,7 +40,7 @@ class TPUFlashAttention(FlashAttention):
         super().__init__(metadata)
         if (self.metadata.platform or self.current_backend()) == "tpu":
             # Now, and not in the first call, which may be traced: from JAX 0.12 on Pallas makes contexts of its own,
-            # and what is traced before that is traced again.
+            # and functions that were traced before are traced again.
             import jax.experimental.pallas.tpu  # noqa: F401
 
     def unsupported(self, request: Request) -> Iterable[Reason]:

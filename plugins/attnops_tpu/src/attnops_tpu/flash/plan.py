@@ -21,52 +21,33 @@ class FlashPlan:
 
     Scores are transposed, [keys, queries]: the maximum and the sum over keys are then elementwise over vector
     registers, without cross-lane operations, and values by query lie along the lanes.
-
-    Attributes:
-        B, T, S, H, K, D, Dv: the dimensions of the call; under `jax.vmap` B includes the mapped axis.
-        inner: the batch without the mapped axis, which masks and biases are functions of.
-        bq: queries per tile.
-        bk: keys per tile.
-        forward: the sub-tiles of the forward pass.
-        backward: the sub-tiles of the backward pass.
-        dtype: of query, key and value.
-        is_partial: whether this is a partial softmax, whose results are float32, see `attnops.softmax`.
-        scale: the softmax scale.
-        precision: the precision of products.
-        scoring: what changes scores: mask, bias, soft cap, sinks and dropout, see `attnops.kernels.Scoring`.
-        span: tiles of queries whose gradients are in vector memory at a time.
-        sequential: whether one core runs a kernel's batches and heads, in order.
-        strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.
-        interpret: whether kernels run in Pallas's interpreter.
-        bounds_checks: whether kernels check that their accesses are in bounds.
-        split: the query heads of a kv head are processed in so many groups in the backward pass; a divisor of G.
-        vmem: the most bytes of vector memory that a kernel may use.
     """
 
+    # The dimensions of the call; under `jax.vmap` B includes the mapped axis.
     B: int
-    inner: int
+    inner: int  # the batch without the mapped axis, which masks and biases are functions of
     T: int
     S: int
     H: int
     K: int
     D: int
     Dv: int
-    bq: int
-    bk: int
-    forward: SubTileSizes
-    backward: SubTileSizes
-    dtype: np.dtype
-    is_partial: bool
-    scale: float
-    precision: jax.lax.PrecisionLike
-    scoring: Scoring
-    span: int
-    split: int
-    sequential: bool
-    strided_rotation: bool
-    interpret: bool
-    bounds_checks: bool
-    vmem: int
+    bq: int  # queries per tile
+    bk: int  # keys per tile
+    forward: SubTileSizes  # the sub-tiles of the forward pass
+    backward: SubTileSizes  # the sub-tiles of the backward pass
+    dtype: np.dtype  # of query, key and value
+    is_partial: bool  # whether this is a partial softmax, whose results are float32, see `attnops.softmax`
+    scale: float  # the softmax scale
+    precision: jax.lax.PrecisionLike  # the precision of products
+    scoring: Scoring  # what changes scores: mask, bias, soft cap, sinks and dropout, see `attnops.kernels.Scoring`
+    span: int  # tiles of queries whose gradients are in vector memory at a time
+    split: int  # the query heads of a kv head are processed in so many groups in the backward pass; a divisor of G
+    sequential: bool  # whether one core runs a kernel's batches and heads, in order
+    strided_rotation: bool  # whether the hardware can rotate each row of a register by a different number of lanes
+    interpret: bool  # whether kernels run in Pallas's interpreter
+    bounds_checks: bool  # whether kernels check that their accesses are in bounds
+    vmem: int  # the most bytes of vector memory that a kernel may use
 
     @property
     def out_dtype(self) -> np.dtype:

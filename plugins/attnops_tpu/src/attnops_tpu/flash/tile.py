@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import jax
@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.dropout import dropout_keep
 from attnops.kernels import Elementwise
-from attnops_tpu.flash.operands import Refs, TileIndex
+from attnops_tpu.flash.operands import Arrays, TileIndex
 from attnops_tpu.flash.plan import FlashPlan
 
 if TYPE_CHECKING:
-    from attnops.typing import Function, Leaf, PyTree
+    from attnops.typing import Function, Leaf, PyTree, Ref
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)
@@ -32,17 +32,11 @@ REPLACEMENTS: Final[Mapping[str, Function]] = {
 
 @dataclasses.dataclass(frozen=True)
 class SubTile:
-    """A sub-tile: ``rows`` keys starting at ``row``, by ``cols`` queries starting at ``col``, of one tile.
-
-    Attributes:
-        plan: the plan of the call.
-        refs: references to the tile's blocks, by the names of `score_operands`.
-        index: the index of the tile.
-    """
+    """A sub-tile: ``rows`` keys starting at ``row``, by ``cols`` queries starting at ``col``, of one tile."""
 
     plan: FlashPlan
-    refs: Refs
-    index: TileIndex
+    arrays: Arrays  # references to the tile's blocks of `attnops_tpu.flash.operands.Arrays`
+    index: TileIndex  # the index of the tile
     row: int
     rows: int
     col: int
@@ -69,8 +63,8 @@ class SubTile:
         q, kv = self._indices()
         visible = None
         if mask is not None:
-            given = [self._by_score(f"dense{i}") != 0 for i in range(plan.scoring.dense)]
-            values = self.values("mask", mask)
+            given = [self._by_score(ref) != 0 for ref in self.arrays.dense]
+            values = self._values(mask, self.arrays.mask)
             visible = mask.apply(None, self.batch, self.index.h, q, kv, values, given, REPLACEMENTS)
             visible = jnp.broadcast_to(visible, shape)
         # Queries beyond the ragged end have no effect, unless only they see a key that may hold NaN.
@@ -98,28 +92,27 @@ class SubTile:
         if scoring.table:
             scores = scores + self._by_distance()
         if scoring.array:
-            scores = scores + self._by_score("array")
+            scores = scores + self._by_score(self.arrays.array)
         return scores
 
     def bias_values(self) -> list[Leaf]:
         """The values of an elementwise bias; empty without one."""
         bias = self.plan.scoring.bias
-        return [] if bias is None else self.values("bias", bias)
+        return [] if bias is None else self._values(bias, self.arrays.bias)
 
     def dropout(self) -> Callable[[jax.Array], jax.Array]:
         """The function by which dropout changes weights [rows, cols]."""
         prob = self.plan.scoring.dropout_prob
         if not prob:
             return lambda weights: weights
-        rows = lax.bitcast_convert_type(self.refs["dropout"][:, self.queries], jnp.uint32)
+        rows = lax.bitcast_convert_type(self.arrays.dropout[:, self.queries], jnp.uint32)
         keep = dropout_keep(rows, self._indices()[1], prob, self.plan.scoring.dropout_step)
         return lambda weights: jnp.where(keep, weights * (1 / (1 - prob)), 0.0)
 
-    def values(self, prefix: str, function: Elementwise) -> list[Leaf]:
+    def _values(self, function: Elementwise, refs: Sequence[Ref]) -> list[Leaf]:
         """The values of an elementwise function for the sub-tile: [], [1, cols] and [rows, 1]."""
         values = []
-        for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
-            ref = self.refs[f"{prefix}{i}"]
+        for ref, axes, dtype in zip(refs, function.values, function.dtypes, strict=True):
             if "q" in axes:
                 value = ref[:, self.queries]
             elif "kv" in axes:
@@ -135,15 +128,15 @@ class SubTile:
         kv = self.index.kv_tile * self.plan.bk + self.row + lax.broadcasted_iota(jnp.int32, (self.rows, 1), 0)
         return q, kv
 
-    def _by_score(self, name: str) -> jax.Array:
+    def _by_score(self, ref: Ref) -> jax.Array:
         """The sub-tile [rows, cols] of an array of T × S elements; float32, or int32 for integers."""
-        x = self.refs[name][self.queries, self.keys]
+        x = ref[self.queries, self.keys]
         return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32).T
 
     def _by_distance(self) -> jax.Array:
         """The bias by distance [rows, cols]: each key's row is the row before it, shifted by one query."""
         width = self.rows + self.cols
-        rows = jnp.broadcast_to(self.refs["table"][:, pl.ds(self.first_distance(), width)], (self.rows, width))
+        rows = jnp.broadcast_to(self.arrays.table[:, pl.ds(self.first_distance(), width)], (self.rows, width))
         return sheared(self.plan, rows, 0)[:, self.rows :]
 
     def first_distance(self) -> jax.Array:

@@ -36,17 +36,11 @@ Hidden: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Body(NamedTuple):
-    """What a kernel's code for a kind of tiles computes.
+    """What a kernel's code for a kind of tiles computes."""
 
-    Attributes:
-        masked: whether the mask is applied.
-        hidden: the sub-tiles that are fully masked in every such tile, and are not computed.
-        unmasked: the sub-tiles in which no such tile has a masked score; the mask is not applied there.
-    """
-
-    masked: bool = False
-    hidden: Hidden = ()
-    unmasked: Hidden = ()
+    masked: bool = False  # whether the mask is applied
+    hidden: Hidden = ()  # the sub-tiles that are fully masked in every such tile, and are not computed
+    unmasked: Hidden = ()  # the sub-tiles in which no such tile has a masked score; the mask is not applied there
 
     def is_masked(self, row: int, column: int) -> bool:
         """Whether the mask is applied to a sub-tile."""
@@ -59,21 +53,13 @@ Bodies: TypeAlias = tuple[Body, Body]
 
 
 class Entry(NamedTuple):
-    """One grid step of a kernel; scalars.
+    """One grid step of a kernel; scalars."""
 
-    Attributes:
-        row: index of the row of tiles, whose result is accumulated.
-        column: index of the tile in the row.
-        kind: an `attnops.masks.Coverage`, or `REDUCED`; EMPTY in the only entry of a row without active tiles.
-        first: whether it is the first entry of its row.
-        last: whether it is the last entry of its row.
-    """
-
-    row: jax.Array
-    column: jax.Array
-    kind: jax.Array
-    first: jax.Array
-    last: jax.Array
+    row: jax.Array  # index of the row of tiles, whose result is accumulated
+    column: jax.Array  # index of the tile in the row
+    kind: jax.Array  # an `attnops.masks.Coverage`, or `REDUCED`; EMPTY in the only entry of a row without active tiles
+    first: jax.Array  # whether it is the first entry of its row
+    last: jax.Array  # whether it is the last entry of its row
 
 
 @functools.partial(
@@ -83,30 +69,21 @@ class Entry(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
-    """The active tiles of each map, row by row. A pytree.
+    """The active tiles of each map, row by row. A pytree."""
 
-    Attributes:
-        entries: int32 [maps · (longest + 1)]; shorter maps are padded by repeating their last tile as EMPTY, and each
-            map has one such entry more. If batches are joined, the batch of each entry follows each map.
-        map_shape: how many batches and heads the maps have, each 1 or all.
-        longest: the most entries of a map.
-        kinds: the kinds of entries, other than EMPTY; a kernel has code only for these.
-        rows: index of the first row, and of the last plus 1.
-        bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles.
-        traced: for a traced mask, the grid steps that are needed, int32; else None.
-        after_reduced: the kinds of entries, other than PARTIAL and EMPTY, that follow a `REDUCED` one.
-        joined: how many batches each map lists, one after the other, so that none is padded; the grid has so many times
-            fewer batches.
-    """
-
+    # Int32 [maps · (longest + 1)]; shorter maps are padded by repeating their last tile as EMPTY, and each map has one
+    # such entry more. If batches are joined, the batch of each entry follows each map.
     entries: Ref
-    map_shape: tuple[int, int]
-    longest: int
-    kinds: tuple[int, ...]
-    rows: tuple[int, int]
-    bodies: Bodies = (MASKED, MASKED)
-    traced: Leaf = None
+    map_shape: tuple[int, int]  # how many batches and heads the maps have, each 1 or all
+    longest: int  # the most entries of a map
+    kinds: tuple[int, ...]  # the kinds of entries, other than EMPTY; a kernel has code only for these
+    rows: tuple[int, int]  # index of the first row, and of the last plus 1
+    bodies: Bodies = (MASKED, MASKED)  # the code of `REDUCED` tiles, and of other PARTIAL tiles
+    traced: Leaf = None  # for a traced mask, the grid steps that are needed, int32; else None
+    # The kinds of entries, other than PARTIAL and EMPTY, that follow a `REDUCED` one.
     after_reduced: tuple[int, ...] = ()
+    # How many batches each map lists, one after the other, so that none is padded; the grid has so many times fewer
+    # batches.
     joined: int = 1
 
     @property
@@ -236,11 +213,7 @@ def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
 
 
 def tile_schedule(
-    coverage: Array,
-    first_row: int = 0,
-    first_column: int = 0,
-    bodies: Bodies = (MASKED, MASKED),
-    joins: bool = False,
+    coverage: Array, first_row: int = 0, first_column: int = 0, bodies: Bodies = (MASKED, MASKED), joins: bool = False
 ) -> TileSchedule:
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
@@ -309,15 +282,10 @@ def tile_schedule(
 
 
 class TileSchedules(NamedTuple):
-    """The schedules of all kernels.
+    """The schedules of all kernels."""
 
-    Attributes:
-        forward: rows are tiles of queries; one for each chunk of rows, see `row_chunks`.
-        spans: rows are tiles of keys; one for each span of queries.
-        by_score: for the gradient of an array bias: rows are tiles of queries, merged over the batches and heads that
-            share an element of the bias; None without one.
-    """
-
-    forward: tuple[TileSchedule, ...]
-    spans: tuple[TileSchedule, ...]
+    forward: tuple[TileSchedule, ...]  # rows are tiles of queries; one for each chunk of rows, see `row_chunks`
+    spans: tuple[TileSchedule, ...]  # rows are tiles of keys; one for each span of queries
+    # for the gradient of an array bias: rows are tiles of queries, merged over the batches and heads that share an
+    # element of the bias; None without one.
     by_score: TileSchedule | None

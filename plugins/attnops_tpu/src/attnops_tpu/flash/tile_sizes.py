@@ -12,19 +12,12 @@ from attnops_tpu.generations import Generation, generation
 
 
 class SubTileSizes(NamedTuple):
-    """The sub-tiles of a tile, which a pass computes one after the other in straight-line code.
+    """The sub-tiles of a tile, which a pass computes one after the other in straight-line code."""
 
-    Attributes:
-        rows: keys per sub-tile.
-        cols: queries per sub-tile.
-        lag: in the backward pass, the number of sub-tiles between the first products of a sub-tile and its last.
-        keys_first: in the backward pass, whether sub-tiles are ordered by queries, then keys; else by keys, then
-            queries.
-    """
-
-    rows: int
-    cols: int
-    lag: int = 2
+    rows: int  # keys per sub-tile
+    cols: int  # queries per sub-tile
+    lag: int = 2  # in the backward pass, the number of sub-tiles between the first products of a sub-tile and its last
+    # in the backward pass, whether sub-tiles are ordered by queries, then keys; else by keys, then queries.
     keys_first: bool = True
 
 
@@ -41,17 +34,11 @@ class TileSizes(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """Tile sizes of the table.
+    """Tile sizes of the table."""
 
-    Attributes:
-        bq: queries per tile.
-        bk: keys per tile.
-        bundles: bundles for 512 × 512 scores, forward and backward together, bfloat16, D = 128, nothing masked.
-    """
-
-    bq: int
-    bk: int
-    bundles: int
+    bq: int  # queries per tile
+    bk: int  # keys per tile
+    bundles: int  # bundles for 512 × 512 scores, forward and backward together, bfloat16, D = 128, nothing masked
 
 
 # Counted by benchmarks/tpu_schedule.py. A step ends with some 200 bundles in which results drain, so large tiles are
@@ -102,29 +89,20 @@ LANES: Final = 128
 
 
 class Problem(NamedTuple):
-    """What tile sizes depend on.
+    """What tile sizes depend on."""
 
-    Attributes:
-        T, S: queries and keys.
-        G: query heads per kv head.
-        D, Dv: head dims.
-        itemsize: bytes per element of query, key and value.
-        out_itemsize: bytes per element of the output.
-        has_cap_or_bias: whether scores have a cap or a bias.
-        bytes_a_score: bytes per score of arrays of T × S elements and their gradients.
-        n_maps: the product of the numbers of batches and heads of the block map.
-    """
-
+    # Queries and keys.
     T: int
     S: int
-    G: int
+    G: int  # query heads per kv head
+    # Head dims.
     D: int
     Dv: int
-    itemsize: int
-    out_itemsize: int
-    has_cap_or_bias: bool = False
-    bytes_a_score: int = 0
-    n_maps: int = 1
+    itemsize: int  # bytes per element of query, key and value
+    out_itemsize: int  # bytes per element of the output
+    has_cap_or_bias: bool = False  # whether scores have a cap or a bias
+    bytes_a_score: int = 0  # bytes per score of arrays of T × S elements and their gradients
+    n_maps: int = 1  # the product of the numbers of batches and heads of the block map
 
 
 def choose(

@@ -1,0 +1,186 @@
+"""The references of the kernel over caches: their shapes, and the one list that declares them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops.kernels import output_like
+from attnops_tpu.caches.new_tokens import Written
+from attnops_tpu.caches.operands import KernelInputs, rows_by_key
+from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.schedule import ItemSchedule
+from attnops_tpu.caches.stream_state import StreamState
+from attnops_tpu.caches.tile_sizes import LANES
+from attnops_tpu.references import ANY, Input, Output, Prefetched, needed
+
+if TYPE_CHECKING:
+    from attnops.typing import Ref
+
+# Rows of a register of 32-bit elements.
+_SUBLANES: Final = 8
+
+
+class ItemState(NamedTuple):
+    """What is kept from tile to tile, in vector memory."""
+
+    m: Any  # [K, R, 128], the largest score so far, in all lanes
+    l: Any  # [K, R, 128], the sum of the weights, separately for each lane
+    acc: Any  # [K, R, value_lanes], the sum of weights times values
+    by_row: tuple[Any, ...]  # values by row [K or 1, R, 128] each, in all lanes
+
+
+class MissingRefs(NamedTuple):
+    """What masks the keys of missing pages."""
+
+    loaded: Any  # int32 [1, 128] in scalar memory, the words of a tile among them
+    present: Any  # int32 [8, bk], 1 for each key of a tile whose page is in the table; all 1 between two tiles
+    arrived: Any  # a semaphore [1]
+
+
+class CacheRefs(NamedTuple):
+    """The references of a grid step, which computes an item."""
+
+    schedule: ItemSchedule  # in scalar memory, as all up to ``scales``
+    block: Any  # [1], the first block of the cache; `run_item` reads it once
+    scalars: tuple[Any, ...]  # [B] or [items] each, values that are one number per item
+    scales: tuple[Any, ...]  # [K] each, the scales of keys, and of values; empty unless scales are by head
+    query: Any  # [1, K, R, key_lanes]
+    by_row: tuple[Any, ...]  # [1, K or 1, R padded to lanes] each, values by row
+    # the new tokens, of which first, stop and blocks are in scalar memory; None for a call that writes none.
+    new: Written | None
+    table: Any  # [rows · pieces, 1, piece] in main memory, the blocks of pages; None without pages
+    words: Any  # [rows · pieces, 1, 128] in main memory, whether pages are in the table; None without pages
+    out: Any  # [1, K, R, value_lanes]
+    lse: Any  # [1, K, R, 128]; None if the call does not return it
+    sources: tuple[Any, ...]  # in main memory, see `attnops_tpu.caches.operands.KernelInputs`
+    by_key: Any  # values by key [B or 1, nk, rows, bk] in main memory; None for none
+    state: ItemState  # the online softmax so far
+    buffers: tuple[Any, ...]  # tiles of the sources [buffers, K, bk, d], and of scales [buffers, K, bk]
+    by_key_buffer: Any  # tiles of ``by_key`` [buffers, rows, bk]
+    # two pieces of the table, [2 · piece] in scalar memory: with one axis, the address of an entry is a sum.
+    pages: Any
+    stream: Any  # the numbers of `attnops_tpu.caches.stream_state.StreamState`, in scalar memory
+    arrived: Any  # semaphores [buffers]
+    piece_arrived: Any  # semaphores [2], one for each piece of ``pages``
+    missing: MissingRefs | None  # what masks missing pages; None without pages
+    written: Any  # a semaphore [1]; None for a call that writes none
+
+    def check(self, plan: CachePlan) -> None:
+        """Assert the shapes of references."""
+        K, R, rows = plan.K, plan.R, rows_by_key(plan)
+        assert self.query.shape == (1, K, R, plan.key_lanes)
+        assert self.out.shape == (1, K, R, plan.value_lanes)
+        assert self.lse is None or self.lse.shape == (1, K, R, LANES)
+        assert self.state.m.shape == self.state.l.shape == (K, R, LANES)
+        assert self.state.acc.shape == (K, R, plan.value_lanes)
+        assert all(x.shape[:3] == (plan.buffers, K, plan.bk) for x in self.buffers)
+        assert len(self.buffers) == len(self.sources) == plan.sources
+        assert self.by_key is None or self.by_key.shape[1:] == (plan.nk, rows, plan.bk)
+        assert self.table is None or self.table.shape[1:] == (1, plan.piece)
+
+
+class Tile(NamedTuple):
+    """A tile of keys of an item, in scalar registers."""
+
+    item: jax.Array  # the item of the grid step
+    row: jax.Array  # the row of the cache
+    entry: jax.Array  # the entry of the batch: the row, or, for packed rows, the item
+    number: jax.Array  # the index of the tile in the row
+    first: jax.Array  # the first unit of the tile that is transferred, counted from the tile's first
+    stop: jax.Array  # the unit after the last
+    is_full: jax.Array  # whether nothing is masked
+
+
+def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
+    """The declaration of the kernel's references."""
+    values, new, rows = inputs.values, inputs.new, rows_by_key(plan)
+    table, words = (Input(x, ANY) for x in inputs.tables) if plan.is_paged else (None, None)
+
+    def result(d: int, dtype: np.dtype) -> Output:
+        array = output_like(inputs.query, (plan.items, plan.K, plan.R, d), dtype)
+        return Output(array, _by_item(plan, array).spec)
+
+    def state(heads: int, d: int, dtype: np.dtype | None = None) -> Any:
+        return pltpu.VMEM((heads, plan.R, d), jnp.float32 if dtype is None else dtype)
+
+    return CacheRefs(
+        schedule=ItemSchedule(*map(Prefetched, inputs.schedule)),
+        block=Prefetched(inputs.block),
+        scalars=tuple(map(Prefetched, values.scalars)),
+        scales=tuple(map(Prefetched, values.scales)),
+        query=_by_item(plan, inputs.query),
+        by_row=tuple(_by_item(plan, x) for x in values.by_row),
+        new=None if new is None else Written(
+            Prefetched(new.first), Prefetched(new.stop), Prefetched(new.blocks),
+            tuple(_by_item(plan, x, plan.nq) for x in new.tokens),
+        ),
+        table=table,
+        words=words,
+        out=result(plan.value_lanes, plan.out_dtype),
+        lse=result(LANES, np.dtype(np.float32)) if plan.wants_lse else None,
+        sources=tuple(
+            Input(x, ANY) if new is None else Output(output_like(inputs.query, x.shape, x.dtype), ANY, over=x)
+            for x in inputs.sources
+        ),
+        by_key=None if values.by_key is None else Input(values.by_key, ANY),
+        state=ItemState(
+            m=state(plan.K, LANES),
+            l=state(plan.K, LANES),
+            acc=state(plan.K, plan.value_lanes),
+            by_row=tuple(state(x.shape[1], LANES, x.dtype) for x in values.by_row),
+        ),
+        buffers=tuple(pltpu.VMEM((plan.buffers, plan.K, *_buffer(plan, x)), x.dtype) for x in inputs.sources),
+        by_key_buffer=pltpu.VMEM((plan.buffers, rows, plan.bk), jnp.int32) if rows else None,
+        pages=pltpu.SMEM((2 * plan.piece,), jnp.int32),
+        stream=pltpu.SMEM((StreamState.size,), jnp.int32),
+        arrived=pltpu.SemaphoreType.DMA((plan.buffers,)),
+        piece_arrived=pltpu.SemaphoreType.DMA((2,)),
+        missing=MissingRefs(
+            loaded=pltpu.SMEM((1, LANES), jnp.int32),
+            present=pltpu.VMEM((8, plan.bk), jnp.int32),
+            arrived=pltpu.SemaphoreType.DMA((1,)),
+        ) if plan.is_paged else None,
+        written=None if new is None else pltpu.SemaphoreType.DMA((1,)),
+    )  # fmt: skip
+
+
+def memory(plan: CachePlan, refs: CacheRefs) -> int:
+    """Bytes of vector memory that the kernel may use: what it declares, scores that are spilled, and a margin."""
+    scores = 16 * plan.R * min(plan.bk, 4 * plan.chunk)
+    return min(plan.vmem, math.ceil(1.1 * (needed(refs) + scores)) + (4 << 20))
+
+
+def _by_item(plan: CachePlan, x: Any, each: int = 1) -> Input:
+    """An array [items, …], or one with a block for every ``each`` items, and the block of a grid step."""
+    rest = x.shape[1:]
+
+    def index(core: jax.Array, step: jax.Array, *_: Any) -> tuple[Any, ...]:
+        item = step * plan.cores + core
+        return item if each == 1 else lax.div(item, np.int32(each)), *[0] * len(rest)
+
+    return Input(x, pl.BlockSpec((1, *rest), index))
+
+
+def _buffer(plan: CachePlan, x: jax.Array) -> tuple[int, ...]:
+    """The shape of a tile of a kv head in vector memory.
+
+    A transfer between different layouts costs the core a descriptor of strides. For 2-byte elements, vector memory of
+    tpu7x has tiles of (16, 128), and main memory of (8, 128); arrays with 8 rows have the latter in both.
+    """
+    is_wide = x.ndim == 4 and x.dtype.itemsize == 2 and x.shape[3] > LANES and plan.bk % _SUBLANES == 0
+    if is_wide and not plan.interpret:  # the interpreter has no transfers to a reshaped reference
+        return plan.bk // _SUBLANES, _SUBLANES, x.shape[3]
+    return (plan.bk, *x.shape[3:])
+
+
+def as_slots(x: Ref) -> Ref:
+    """A reference to an array with the shape of `_buffer`, as [buffers, K, bk, …]."""
+    return x if len(x.shape) < 5 else x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])

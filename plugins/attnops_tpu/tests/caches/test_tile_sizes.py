@@ -1,0 +1,97 @@
+"""Tiles of calls over caches: what holds of all of them, and those of the benchmark's cases."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from attnops_tpu.caches.tile_sizes import (
+    LANES,
+    PIECE,
+    TABLE,
+    CacheTileSizes,
+    Starts,
+    choose,
+    packed_queries_a_tile,
+    queries_a_tile,
+    reads_a_tile,
+    unit_of,
+)
+from attnops_tpu.generations import GENERATIONS
+
+# Page, kv heads, query heads of each, bytes of a token of a kv head, bytes of a feature, queries.
+CASES = [
+    (16, 8, 4, 512, 2, 1), (16, 1, 4, 512, 2, 1), (64, 8, 4, 512, 2, 1), (256, 1, 4, 512, 2, 1), (64, 8, 4, 256, 2, 1),
+    (128, 8, 4, 256, 1, 1), (128, 1, 4, 256, 1, 1), (64, 1, 128, 1280, 2, 1), (64, 8, 4, 512, 2, 32),
+    (64, 8, 4, 512, 2, 4096), (0, 4, 1, 512, 4, 3),
+]  # fmt: skip
+
+
+def chosen(name: str, case: tuple[int, ...], S: int = 1 << 17, **given: Any) -> CacheTileSizes:
+    page, K, G, token, itemsize, T = case
+    sizes = given.get("block_q"), given.get("block_k")
+    return choose(GENERATIONS[name], *sizes, (T, S), (K * G, K), K * token, itemsize, unit_of(page, S), False)
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("S", [1 << 17, 4096, 80])
+def test_tiles_are_whole_units_and_lanes_and_fit_vector_memory(name: str, case: tuple[int, ...], S: int) -> None:
+    page, K, G, token, _, T = case
+    tiles = chosen(name, case, S)
+    assert tiles.unit == (page or math.gcd(128, S))
+    assert tiles.bk % tiles.unit == tiles.bk % LANES == 0
+    assert tiles.bk < S + math.lcm(tiles.unit, LANES)
+    assert tiles.piece % PIECE == tiles.piece % (tiles.bk // tiles.unit) == 0
+    assert tiles.chunk <= tiles.bk
+    assert tiles.bk % tiles.masked_chunk == 0
+    assert tiles.masked_chunk <= tiles.chunk
+    assert tiles.buffers * tiles.bk * K * token <= GENERATIONS[name].vmem * 0.6
+    assert min(T, 8) <= tiles.bq <= T
+    assert G * tiles.bq <= max(256, 8 * G)
+
+
+# bq, bk, chunk, masked chunk, when transfers start.
+WANTED = {
+    "v6e": [
+        (1, 512, 512, 512, Starts.BEFORE), (1, 8192, 1024, 1024, Starts.BETWEEN), (1, 512, 512, 512, Starts.BEFORE),
+    ],
+    "tpu7x": [
+        (1, 1024, 1024, 512, Starts.BEFORE), (1, 8192, 1024, 1024, Starts.BETWEEN), (1, 1024, 1024, 512, Starts.BEFORE),
+    ],
+    "v4": [
+        (1, 512, 512, 512, Starts.BEFORE), (1, 4096, 2048, 2048, Starts.BEFORE), (1, 512, 512, 512, Starts.BEFORE),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_tiles_of_the_benchmarks_cases(name: str) -> None:
+    for case, wanted in zip(CASES, WANTED[name], strict=False):
+        tiles = chosen(name, case)
+        assert (tiles.bq, tiles.bk, tiles.chunk, tiles.masked_chunk, tiles.starts) == wanted, case
+
+
+def test_transfers_start_after_the_reads_of_many_rows_and_between_those_of_few() -> None:
+    for case in CASES:
+        tiles, (_, K, G, _, _, _) = chosen("v6e", case), case
+        if 64 <= -(-G * tiles.bq // 8) * 8 <= 128:
+            assert tiles.starts is Starts.AFTER
+        else:
+            is_many = tiles.bk // tiles.unit > reads_a_tile(K, tiles.bk)
+            assert tiles.starts is (Starts.BETWEEN if is_many else Starts.BEFORE)
+        assert chosen("v4", case).starts is Starts.BEFORE, "it has two buffers"
+
+
+def test_blocks_of_the_metadata_are_kept() -> None:
+    tiles = chosen("v6e", CASES[9], block_q=16, block_k=1000)
+    assert (tiles.bq, tiles.bk) == (16, 896)  # whole pages that fill the lanes
+
+
+def test_queries_a_tile() -> None:
+    assert [queries_a_tile(None, T, 4) for T in (1, 5, 64, 100)] == [1, 5, 64, 64]
+    assert queries_a_tile(None, 100, 128) == queries_a_tile(8, 100, 1) == 8
+    assert [packed_queries_a_tile(None, N, 8, 4) for N in (4, 8, 65, 8000)] == [4, 8, 16, 32]
+    assert packed_queries_a_tile(4, 100, 1, 4) == 4

@@ -118,7 +118,7 @@ def test_symbolic_heads_are_refused_with_a_reason(name):
 
 
 def test_limits_name_dimensions():
-    with pytest.raises(ValueError, match=r"symbolic=\['heads'\] must be of \['batch', 'length'\]"):
+    with pytest.raises(ValueError, match=r"symbolic=\['heads'\] must be among \['batch', 'length'\]"):
         Limits(symbolic=frozenset({"heads"}))
 
 

@@ -21,7 +21,7 @@ def run(tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "shared.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ATTNOPS_"))}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST_", "ATTNOPS_"))}
     env |= {
         "JAX_PLATFORMS": "cpu",
         "COLUMNS": "200",

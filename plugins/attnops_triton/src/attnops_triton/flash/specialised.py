@@ -101,7 +101,9 @@ def specialised_tiles(arch: str, facts: CallFacts, scoring: Scoring) -> Mapping[
         return {i: narrower(t, n, by_key=i == 2) for n, (i, t) in zip(divisors, tiles.items(), strict=True)}
     if facts.head_dim == 128 and capped:
         tiles[2] = dataclasses.replace(tiles[2], bq=32)
-    if has_key_values and (capped or any(n % tiles[0].bq for n in lengths)):
+    if has_key_values and facts.head_dim == 256:
+        tiles[0] = narrower(tiles[0], 2, by_key=False)
+    elif has_key_values and (capped or any(n % tiles[0].bq for n in lengths)):
         tiles[0] = dataclasses.replace(tiles[0], bk=64)
     return tiles
 

@@ -1,10 +1,9 @@
 """The backward kernels for Blackwell: one by tiles of queries for dq, one by tiles of keys for dk and dv.
 
 A program has 128 rows and four partitions: one loads, one issues all products, and two compute half the columns of a
-tile
-each. Scores, the gradients of weights, and sums are in tensor memory. There the weights overwrite the scores of their
-half, and the gradients of scores overwrite the gradients of weights, so that each half is multiplied as soon as it is
-complete. Earlier products run while weights are computed.
+tile each. Scores, the gradients of weights, and sums are in tensor memory. There the weights overwrite the scores of
+their half, and the gradients of scores overwrite the gradients of weights, so that each half is multiplied as soon as
+it is complete. Earlier products run while weights are computed.
 
 Products run in the order in which they are issued, as in `attnops_triton.flash.blackwell.forward`.
 """

@@ -1,10 +1,9 @@
 """The forward kernel for Blackwell, as in FlashAttention-4 and in Triton's examples of Gluon.
 
 A program has two tiles of 128 queries and five partitions: one loads, one issues all products, two compute the weights
-of
-one tile each, and one rescales the sums of both tiles when the maximum changes. Scores, weights and sums are in tensor
-memory, where the weights of a tile overwrite its scores. The products of one tile run while the weights of the other
-are computed.
+of one tile each, and one rescales the sums of both tiles when the maximum changes. Scores, weights and sums are in
+tensor memory, where the weights of a tile overwrite its scores. The products of one tile run while the weights of the
+other are computed.
 
 Products run in the order in which they are issued. So when scores are ready, the product of weights and values that was
 issued before has finished too: its sums may be rescaled, and the weights that it read may be overwritten.

@@ -53,7 +53,7 @@ def test_caches_work_as_printed():
     np.testing.assert_allclose(names["out"].attention_outputs[0], plain[0], atol=0.05)
     assert not names["out"].attention_outputs[1, 3:].any()
     names |= {"jnp": jnp, "L": 3}
-    exec(compile(code("A model has one cache of all its layers"), "README.md", "exec"), names)
+    exec(compile(code("A model has one cache for all its layers"), "README.md", "exec"), names)
     assert names["cache"].lengths.tolist() == [[0, 3]] * 3
 
 

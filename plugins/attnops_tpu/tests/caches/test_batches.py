@@ -47,7 +47,6 @@ def following_of(plan: CachePlan, B: int) -> np.ndarray:
     {}, {"T": 3, "bq": 1}, {"is_paged": False}, {"cores": 2, "T": 3, "bq": 1}
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("writes", [False, True])
-@pytest.mark.tier(quick=["fields0-True", "fields1-True", "fields2-False", "fields3-False"])
 def test_each_call_is_given_its_rows(
     fields: dict[str, Any], writes: bool, cache_plan: Callable[..., CachePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,6 @@ def a_mask(B: int, T: int, S: int) -> np.ndarray:
     {"is_ring": True, "is_paged": False, "T": 3, "bq": 2},
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("writes", [False, True])
-@pytest.mark.tier(quick=["fields1-False", "fields4-False", "fields5-True"])
 def test_items_read_from_the_first_to_the_last_unit_that_is_seen_or_written(
     fields: dict[str, int], writes: bool, cache_plan: Callable[..., CachePlan]
 ) -> None:

@@ -154,7 +154,7 @@ REFUSED = [
 def test_what_is_not_served_raises(refused: dict) -> None:
     query = torch.zeros(1, 1, 1, 4)
     arguments = {"attention_mask": None, "query": query, "key": query, "value": query} | refused
-    with pytest.raises(ValueError, match="must|needs a causal layer"):
+    with pytest.raises(ValueError, match=r"must|needs a causal layer"):
         attention(attend_with(), torch.nn.Module(), **arguments)
 
 

@@ -48,6 +48,8 @@ PROBLEMS = [
     pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "unordered": True}, id="dq added, D 128", marks=SLOW),
     pytest.param((150, 300, 2, 2, 128), {"unordered": True}, id="dq added, no mask", marks=SLOW),
     pytest.param((200, 200, 2, 1, 128), {"mask": documents(200), "logits_soft_cap": 3.0}, id="soft cap", marks=SLOW),
+    pytest.param((150, 150, 2, 1, 256), {"mask": documents(150), "logits_soft_cap": 3.0}, id="D 256, soft cap",
+                 marks=SLOW),
     pytest.param((140, 140, 2, 2, 64), {"mask": Causal(), "sinks": np.array([0.5, -1.0], np.float32)}, id="sinks",
                  marks=SLOW),
 ]  # fmt: skip

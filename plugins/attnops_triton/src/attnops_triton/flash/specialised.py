@@ -103,6 +103,8 @@ def specialised_tiles(arch: str, facts: CallFacts, scoring: Scoring) -> Mapping[
         tiles[2] = dataclasses.replace(tiles[2], bq=32)
     if has_key_values and facts.head_dim == 256:
         tiles[0] = narrower(tiles[0], 2, by_key=False)
+        if capped:
+            tiles[1] = dataclasses.replace(tiles[1], bk=16)
     elif has_key_values and (capped or any(n % tiles[0].bq for n in lengths)):
         tiles[0] = dataclasses.replace(tiles[0], bk=64)
     return tiles

@@ -101,7 +101,7 @@ class Bias(abc.ABC):
         return self
 
     def as_data(self) -> Bias:
-        """This bound bias with the numbers of its functions as arrays, so that other numbers compile nothing anew."""
+        """This bound bias with the numbers of its functions as arrays, so that other numbers need no new program."""
         return self
 
     def kind(self) -> str:

@@ -189,7 +189,7 @@ def check_array(name: str, x: object) -> jax.Array:
     """``x`` as a JAX array; raises a `ValueError` unless it is a floating-point array."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be an array of shape [B, length, heads, head_dim]")
-    check_own_array(name, x)
+    refuse_foreign_array(name, x)
     _check_floating(name, x, "cast it")
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{name} is a ShapeDtypeStruct, which only `request` accepts; give an array")
@@ -228,7 +228,7 @@ def _dimensions(query: jax.Array, key: jax.Array, value: jax.Array) -> Dimension
     return Dimensions(B, T, H, D, S, K, value.shape[3])
 
 
-def check_own_array(name: str, x: Aval) -> None:
+def refuse_foreign_array(name: str, x: Aval) -> None:
     """Raise a `ValueError` for an array of another library, whose dtype is not numpy's."""
     if isinstance(x, jax.Array):
         return
@@ -256,7 +256,7 @@ def bind_mask(mask: object, scores: tuple[int, int, int, int]) -> Mask:
         raise ValueError(f"mask is the class {mask.__name__}, but must be an instance: mask={mask.__name__}(...)")
     if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
         raise ValueError(f"mask is a {type(mask).__name__}, but must be a boolean array or an attnops.masks.Mask")
-    check_own_array("mask", mask)
+    refuse_foreign_array("mask", mask)
     hints = {
         2: "give a [B, S] padding mask as mask[:, None, None, :], a [T, S] mask as mask[None, None]",
         3: "give a [B, T, S] mask as mask[:, None]",
@@ -271,7 +271,7 @@ def bind_bias(bias: object, scores: tuple[int, int, int, int]) -> jax.Array | Bi
         return bias.bind(*scores)
     if not hasattr(bias, "dtype") or not hasattr(bias, "shape"):
         raise ValueError(f"bias is a {type(bias).__name__}, but must be an array that broadcasts to [B, H, T, S]")
-    check_own_array("bias", bias)
+    refuse_foreign_array("bias", bias)
     check_broadcastable("bias", tuple(bias.shape), scores, "add axes of size 1, such as bias[None]")
     _check_floating("bias", bias, "give a boolean mask as mask=...")
     return jnp.asarray(bias)
@@ -281,7 +281,7 @@ def _sinks(sinks: object, heads: int) -> jax.Array:
     shape = tuple(getattr(sinks, "shape", ()))
     if shape != (heads,):
         raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit per head")
-    check_own_array("sinks", sinks)
+    refuse_foreign_array("sinks", sinks)
     _check_floating("sinks", sinks, "cast it")
     return jnp.asarray(sinks)
 

@@ -5,6 +5,6 @@
 
 from attnops.partition.boundary import Boundary
 from attnops.partition.run import run_sharded
-from attnops.sharding.placing import mesh_of_types, own_entry, resharded, uncut
+from attnops.sharding.placing import explicit_entry, mesh_of_types, resharded, unsharded
 
-__all__ = ["Boundary", "mesh_of_types", "own_entry", "resharded", "run_sharded", "uncut"]
+__all__ = ["Boundary", "explicit_entry", "mesh_of_types", "resharded", "run_sharded", "unsharded"]

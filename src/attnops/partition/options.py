@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CONTRACT: Final = frozenset({"mask", "bias", "sinks", "dropout_key", "softmax_scale", "logits_soft_cap"})
 
 
-def own_option_specs(
+def specs_of_option(
     name: str, option: Leaf, axes: Mapping[str, str], sizes: Mapping[str, int], spec_of: SpecOf
 ) -> Leaf:
     """The partition specs of an option that is not in the contract, as a pytree of its structure.
@@ -39,7 +39,7 @@ def own_option_specs(
     return jax.tree.map(lambda x: _spec(name, x, axes.get(name), sizes, spec_of), option)
 
 
-def own_axis(name: str, axes: Mapping[str, str]) -> int | None:
+def kv_head_axis(name: str, axes: Mapping[str, str]) -> int | None:
     """The axis of kv heads in an option's arrays; None if they have none."""
     letters = axes.get(name, "")
     return letters.index("k") if "k" in letters else None

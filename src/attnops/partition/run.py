@@ -21,7 +21,7 @@ from attnops.dropout import ShiftedKey
 from attnops.output import OperationOutput
 from attnops.partition.boundary import Boundary, Entry
 from attnops.partition.operands import ShardedOperands, Template
-from attnops.partition.options import CONTRACT, own_axis, own_option_specs
+from attnops.partition.options import CONTRACT, kv_head_axis, specs_of_option
 from attnops.partition.program import ShardedProgram, compiled, first_index, program_key
 from attnops.partition.shards import Shard, shard_of, specs_of
 from attnops.sharding.mesh import mesh_arguments
@@ -128,7 +128,7 @@ class _ShardForward:
 
 
 def by_kv_head(options: Options, option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    axes = ((name, own_axis(name, option_axes)) for name in options if name not in CONTRACT)
+    axes = ((name, kv_head_axis(name, option_axes)) for name in options if name not in CONTRACT)
     return tuple((name, axis) for name, axis in axes if axis is not None)
 
 
@@ -176,7 +176,7 @@ def option_specs(
         if name in ("mask", "bias"):
             specs[name] = specs_of(option, spec_of)
         elif name not in CONTRACT:
-            specs[name] = own_option_specs(name, option, option_axes, sizes, spec_of)
+            specs[name] = specs_of_option(name, option, option_axes, sizes, spec_of)
         else:
             by_head = "h" if name == "sinks" else ""
             specs[name] = jax.tree.map(lambda x, by=by_head: spec_of(jnp.shape(x), by), option)  # type: ignore[misc]

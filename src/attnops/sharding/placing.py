@@ -76,7 +76,7 @@ def resharded(x: jax.Array, spec: PartitionSpec, mesh: MeshLike) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, of_axes(spec, explicit_names(mesh))))  # type: ignore[no-any-return]
 
 
-def own_entry(x: Leaf, axis: int) -> tuple[str, ...]:
+def explicit_entry(x: Leaf, axis: int) -> tuple[str, ...]:
     """The explicit mesh axes that shard a dimension, by the array's type."""
     if not isinstance(x, jax.Array):
         return ()
@@ -87,7 +87,7 @@ def own_entry(x: Leaf, axis: int) -> tuple[str, ...]:
 
 def placed_entry(x: Leaf, axis: int, mesh: MeshLike) -> tuple[str, ...]:
     """The axes of a mesh that shard a dimension: by the array's type, else by its placement."""
-    if names := own_entry(x, axis):
+    if names := explicit_entry(x, axis):
         return names
     array = concrete(x)
     if array is None or array.shape != x.shape or not isinstance(sharding := array.sharding, NamedSharding):
@@ -98,9 +98,9 @@ def placed_entry(x: Leaf, axis: int, mesh: MeshLike) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def uncut(x: jax.Array, axis: int) -> jax.Array:
-    """An array with a dimension not sharded over explicit axes, as slicing, padding and reordering require."""
-    if not own_entry(x, axis):
+def unsharded(x: jax.Array, axis: int) -> jax.Array:
+    """An array whose dimension ``axis`` no explicit axis shards, as slicing, padding and reordering require."""
+    if not explicit_entry(x, axis):
         return x
     sharding = jax.typeof(x).sharding
     spec = PartitionSpec(*(None if i == axis % x.ndim else entry for i, entry in enumerate(sharding.spec)))
@@ -115,7 +115,7 @@ def mapped_names(arrays: Iterable[Leaf]) -> frozenset[str]:
             inner = getattr(x, "primal", getattr(x, "val", None))
             axis = getattr(x, "batch_dim", None)
             if isinstance(axis, int):
-                names.update(own_entry(inner, axis))
+                names.update(explicit_entry(inner, axis))
             x = inner
     return frozenset(names)
 

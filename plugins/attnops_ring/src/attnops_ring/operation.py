@@ -31,7 +31,7 @@ from attnops import (
 from attnops.kernels import REVERSE_ONLY, equally_varying, reverse_mode_only
 from attnops.masks import Mask, block_map
 from attnops.operations.flash import FlashAttention
-from attnops.partition import Boundary, mesh_of_types, run_sharded, uncut
+from attnops.partition import Boundary, mesh_of_types, run_sharded, unsharded
 from attnops.sharding import KV_LENGTH, MODE_TRAIN, canonicalize_mode, get_names_from_partition_spec
 from attnops.softmax import PartialSoftmax, with_sinks
 from attnops_ring.block import Extras, Inner, whole_block
@@ -398,10 +398,10 @@ def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int
 
 def _first(x: jax.Array, axis: int, length: int) -> jax.Array:
     """The first ``length`` tokens of an array, without padding."""
-    return lax.slice_in_dim(uncut(x, axis), 0, length, axis=axis)
+    return lax.slice_in_dim(unsharded(x, axis), 0, length, axis=axis)
 
 
 def _padded(x: jax.Array, length: int) -> jax.Array:
     if x.shape[1] == length:
         return x
-    return jnp.pad(uncut(x, 1), ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+    return jnp.pad(unsharded(x, 1), ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))

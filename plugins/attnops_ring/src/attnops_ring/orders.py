@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.partition import own_entry, resharded, uncut
+from attnops.partition import explicit_entry, resharded, unsharded
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Index, NumpyArray
@@ -91,8 +91,8 @@ def restore(x: Array, devices: int, order: Order, axis: int = 1) -> jax.Array:
 def _take(x: Array, tokens: NumpyArray, axis: int) -> jax.Array:
     """`jax.numpy.take`, with a result sharded as ``x``."""
     array = jnp.asarray(x)
-    taken = jnp.take(uncut(array, axis), tokens, axis=axis)
-    if not own_entry(array, axis):
+    taken = jnp.take(unsharded(array, axis), tokens, axis=axis)
+    if not explicit_entry(array, axis):
         return taken
     sharding = jax.typeof(array).sharding
     return resharded(taken, sharding.spec, sharding.mesh)

@@ -88,7 +88,7 @@ def attention(
         bias: an array that broadcasts to [B, H, T, S], or an `attnops.biases.Bias`.
         softmax_scale: None: the metadata's, else ``D ** -0.5``.
         logits_soft_cap: None: the metadata's, else no cap.
-        sinks: floating [H], a logit per query head that is added to the softmax's denominator.
+        sinks: floating [H] or [H, n], a logit per query head or n, added to the softmax's denominator.
         dropout_key: a PRNG key, needed in train mode where ``dropout_prob`` is not 0.
         dropout_prob: in [0, 1). None: the metadata's.
         mode: "train", "prefill", "decode" or "insert". None: the metadata's, else decode for one query, else train.

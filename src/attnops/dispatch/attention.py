@@ -105,8 +105,8 @@ class OperationImpl(PartialAttention):
                 (output, logsumexp and weights); gradients of that row, and of the keys and values, are NaN.
             softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
             logits_soft_cap: a positive number. None: the metadata's, else no cap.
-            sinks: [H], one learnable logit per head, which is added to the softmax's denominator only. Finite or −inf;
-                +inf or NaN makes the rows of its head NaN, except fully masked ones.
+            sinks: [H] or [H, n], one learnable logit per head or n, whose exponentials are added to the softmax's
+                denominator only. Finite or −inf; +inf or NaN makes the rows of its head NaN, except fully masked ones.
             dropout_key: a PRNG key; drops attention weights with the metadata's ``dropout_prob``, each by a hash of
                 the key and (b, h, i, j). Under `jax.vmap` and in the caller's `jax.shard_map` these are indices
                 within the slice: use different keys if slices must draw different masks.

@@ -278,12 +278,23 @@ def bind_bias(bias: object, scores: tuple[int, int, int, int]) -> jax.Array | Bi
 
 
 def _sinks(sinks: object, heads: int) -> jax.Array:
+    """One sink per head, [H]: several of a head are equal to one with the logarithm of their sum of exponentials."""
     shape = tuple(getattr(sinks, "shape", ()))
-    if shape != (heads,):
-        raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit per head")
+    if shape[:1] != (heads,) or len(shape) > 2 or shape[-1] == 0:
+        raise ValueError(
+            f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit per head; or [H, n]: n logits"
+        )
     refuse_foreign_array("sinks", sinks)
     _check_floating("sinks", sinks, "cast it")
-    return jnp.asarray(sinks)
+    array = jnp.asarray(sinks)
+    if array.ndim == 1:
+        return array
+    array = array.astype(jnp.float32)
+    m = array.max(axis=1)
+    m = jax.lax.stop_gradient(jnp.where(jnp.isfinite(m), m, 0.0))
+    total = jnp.exp(array - m[:, None]).sum(axis=1)
+    seen = total != 0  # NaN too; without a finite sink the derivative of the logarithm would be NaN
+    return jnp.where(seen, m + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
 
 
 def _dropout(metadata: OperationMetadata, mode: str, given: dict[str, Any]) -> float:

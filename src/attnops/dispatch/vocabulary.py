@@ -16,7 +16,7 @@ _BIAS: Final = "bias=, an array [B, H, T, S] that is added to the scores, or an 
 _SCALE: Final = "softmax_scale="
 _CAP: Final = "logits_soft_cap="
 _DROPOUT: Final = "dropout_key= of a call, with OperationMetadata(dropout_prob=...)"
-_SINKS: Final = "sinks=, one logit per head, [H]"
+_SINKS: Final = "sinks=, one logit per head, [H], or n, [H, n]"
 _LSE: Final = "return_lse=True"
 _NAME: Final = "the operation's name, OperationRegistry.create(name, ...)"
 
@@ -61,6 +61,7 @@ _HERE: Final = {
     "dropout_rate": _DROPOUT,
     "dropout_rng": _DROPOUT,
     "s_aux": _SINKS,
+    "softmax_aux": _SINKS,
     "attention_sinks": _SINKS,
     "return_residual": _LSE,
     "return_residuals": _LSE,

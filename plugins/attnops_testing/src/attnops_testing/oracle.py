@@ -50,7 +50,7 @@ class _Forward:
     v: Array
     tanh: Array | None  # of the capped scores
     p: Array  # probabilities before dropout
-    p_sink: Array  # the sink's share, [B, H, T, 1]
+    p_sink: Array  # the shares of sinks, [B, H, T, n]
     w: Array  # after dropout
     keep_scale: Array | float
     empty: Array  # rows that see no key, [B, H, T, 1]
@@ -110,15 +110,15 @@ def _forward(
     visible = np.broadcast_to(True if mask is None else np.asarray(mask), (B, H, T, S)) & (scores != -np.inf)
     empty = ~visible.any(axis=-1, keepdims=True)
 
-    sink = None if sinks is None else np.asarray(sinks).astype(dtype).reshape(1, H, 1, 1)
+    sink = None if sinks is None else np.asarray(sinks).astype(dtype).reshape(1, H, 1, -1)
     maximum = np.where(visible, scores, -np.inf).max(axis=-1, keepdims=True)
     if sink is not None:
-        maximum = np.maximum(maximum, sink)
+        maximum = np.maximum(maximum, sink.max(axis=-1, keepdims=True))
     maximum = np.where(maximum == -np.inf, np.asarray(0, dtype), maximum).astype(dtype)
     with np.errstate(invalid="ignore"):  # +inf − (+inf) is NaN, and makes the whole row NaN
         exponentials = np.where(visible, np.exp(np.where(visible, scores, maximum) - maximum), 0).astype(dtype)
         sink_share = np.zeros_like(maximum) if sink is None else np.exp(sink - maximum)
-    denominator = exponentials.sum(axis=-1, keepdims=True) + sink_share
+    denominator = exponentials.sum(axis=-1, keepdims=True) + sink_share.sum(axis=-1, keepdims=True)
     denominator = np.where(empty | (denominator == 0), np.asarray(1, dtype), denominator)
     p, p_sink = exponentials / denominator, sink_share / denominator
     logsumexp = np.where(empty, -np.inf, maximum + np.log(denominator))[..., 0]
@@ -183,8 +183,9 @@ def attention_gradients(
         values["bias"], magnitudes["bias"] = (_sum_to(x, shape) for x in (d_scores, rounded))
     if options.get("sinks") is not None:
         sink = np.where(f.empty, 0, f.p_sink)
-        values["sinks"] = (sink * (d_lse - mean)).sum(axis=(0, 2, 3))
-        magnitudes["sinks"] = (sink * (np.abs(d_lse) + mean_magnitude)).sum(axis=(0, 2, 3))
+        shape = np.shape(options["sinks"])
+        values["sinks"] = (sink * (d_lse - mean)).sum(axis=(0, 2)).reshape(shape)
+        magnitudes["sinks"] = (sink * (np.abs(d_lse) + mean_magnitude)).sum(axis=(0, 2)).reshape(shape)
     if f.tanh is not None:
         d_scores, magnitude = (x * (1 - f.tanh**2) for x in (d_scores, magnitude))
     d_scores, magnitude = (x * np.asarray(f.scale, dtype) for x in (d_scores, magnitude))

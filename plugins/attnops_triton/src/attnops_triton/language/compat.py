@@ -8,7 +8,7 @@ import importlib
 import linecache
 from typing import TYPE_CHECKING, Any, Final
 
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import AnyKernel, KernelFunction, KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import Function
@@ -19,17 +19,31 @@ TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05
 
 
 @functools.lru_cache(maxsize=1024)
-def function(kernel: KernelSource) -> Function:
-    """The Python function of a kernel's text in Triton's language."""
+def function(kernel: AnyKernel) -> tuple[Function, dict[str, Function]]:
+    """The Python function of a kernel in Triton's language, and those that it calls by name, undecorated."""
     import triton.language as tl
 
     # The combine functions of `tl.max` and `tl.sum`, which can't be interpreted in a process that compiles kernels too.
     standard = tl.standard
     names = {"tl": tl, "largest": standard._elementwise_max, "total": standard._sum_combine}
-    return functions(kernel, names)[kernel.name]
+    if isinstance(kernel, KernelFunction):
+        for each in kernel.reachable.values():
+            names = each.fn.__globals__ | names
+        names = {name: x for name, x in names.items() if name not in kernel.reachable}
+    found = functions(kernel, names)
+    return found[kernel.name], found
 
 
-def functions(kernel: KernelSource, names: dict[str, Any]) -> dict[str, Function]:
+@functools.lru_cache(maxsize=4096)
+def jitted(name: str, text: str) -> Any:
+    """A function in Triton's language from its text: one object per text, so that JAX traces nothing again."""
+    import triton
+    import triton.language as tl
+
+    return triton.jit(functions(KernelSource(name, (), (), text), {"tl": tl})[name])
+
+
+def functions(kernel: AnyKernel, names: dict[str, Any]) -> dict[str, Function]:
     """The Python functions of a kernel's text. `inspect` can find their source, which Triton needs.
 
     Args:
@@ -45,11 +59,13 @@ def functions(kernel: KernelSource, names: dict[str, Any]) -> dict[str, Function
 
 
 @functools.lru_cache(maxsize=1024)
-def jit(kernel: KernelSource) -> Any:
+def jit(kernel: AnyKernel) -> Any:
     """A kernel for Triton's compiler."""
     import triton
 
-    return _gluon(kernel) if kernel.gluon else triton.JITFunction(function(kernel))
+    if isinstance(kernel, KernelFunction):
+        return kernel.function
+    return _gluon(kernel) if kernel.gluon else triton.JITFunction(function(kernel)[0])
 
 
 def _gluon(kernel: KernelSource) -> Any:

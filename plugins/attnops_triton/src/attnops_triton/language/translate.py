@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -179,6 +180,35 @@ def translate(write: SourceWriter, closed: JaxprLike, inputs: Sequence[str]) -> 
     constants = [_literal(value, jnp.result_type(value)) for value in closed.consts]
     given = [Expression(x, v.aval.dtype.name) for x, v in zip(inputs, closed.jaxpr.invars, strict=True)]
     return [value.text for value in _inline(write, closed.jaxpr, constants, given)]
+
+
+@functools.lru_cache(maxsize=1024)
+def mask_function(mask: Elementwise, arrays: int) -> Any:
+    """A mask as a function in Triton's language of b, h, q, kv, its values, and ``arrays`` booleans."""
+    return _function("mask", "b, h, q, kv, values, dense", SourceWriter(), "0.0", mask, arrays)
+
+
+@functools.lru_cache(maxsize=1024)
+def score_function(bias: Elementwise | None, cap: float | None) -> Any:
+    """Soft cap and bias as a function in Triton's language of scores, b, h, q, kv and the bias's values; None for
+    neither.
+    """
+    if bias is None and cap is None:
+        return None
+    write, head = SourceWriter(), "s, b, h, q, kv, values"
+    if cap is not None:
+        write(f"x = s * {number(1 / float(cap))}")
+        write(f"s = {number(float(cap))} * ({tanh(write, 'x')})")
+    return _function("score", head, write, "s", bias, 0)
+
+
+def _function(name: str, head: str, write: SourceWriter, s: str, function: Elementwise | None, given: int) -> Any:
+    from attnops_triton.language.compat import jitted
+
+    if function is not None:
+        values = [f"values[{i}]" for i in range(len(function.values))] + [f"dense[{i}]" for i in range(given)]
+        (s,) = translate(write, traced(function, given), [s, "b", "h", "q", "kv", *values])
+    return jitted(name, "\n".join([f"def {name}({head}):", *write.lines, f"    return {s}", ""]))
 
 
 def _literal(value: Leaf, dtype: DType) -> Expression:

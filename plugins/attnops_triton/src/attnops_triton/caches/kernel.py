@@ -1,5 +1,8 @@
 """The attention kernel: online softmax over the tiles of keys of an item, or of one of its splits."""
 
+# Tuples are joined, and conditions nested, as Triton's language requires.
+# ruff: noqa: RUF005, SIM102
+
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -232,8 +232,10 @@ def options_of(plan: CachePlan) -> KernelOptions:
     """The options of a call's kernels."""
     scoring, tiles = plan.scoring, plan.tiles
     blocks = 1 if plan.writes == 1 or not plan.page else (plan.writes - 1) // plan.page + 2
-    same = ("heads", "head_blocks", "bq", "H", "K", "G", "D", "Dv", "page", "by_page", "is_even", "is_packed",
-            "in_order", "is_joined", "is_latent", "scales_queries", "scales_first", "score_unit", "wants_lse")  # fmt: skip
+    same = (
+        "heads", "head_blocks", "bq", "H", "K", "G", "D", "Dv", "page", "by_page", "is_even", "is_packed", "in_order",
+        "is_joined", "is_latent", "scales_queries", "scales_first", "score_unit", "wants_lse",
+    )  # fmt: skip
     joined = plan.is_joined or plan.is_latent
     return KernelOptions(
         **{name: getattr(plan, name) for name in same}, rows=tiles.rows, bk=tiles.bk, is_split=tiles.splits > 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 from attnops.kernels import Scoring
 from attnops_triton.flash.plan import cdiv, head_dim_chunks
 

@@ -1,8 +1,11 @@
 """Soft cap, bias and mask of a tile of scores.
 
-Parameters: ``program``, a `kernel.Program`, whose indices are for masks and biases; ``kx`` [bk], the indices of keys for
-them, clamped to the valid range.
+Parameters: ``program``, a `kernel.Program`; ``kx`` [bk], the indices of keys for masks and biases, clamped to the valid
+range.
 """
+
+# Tuples are joined, and conditions nested, as Triton's language requires.
+# ruff: noqa: RUF005, SIM108
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def load_values(
 ):  # fmt: skip
     """The values of a mask or bias, each of which broadcasts to a tile.
 
-    With ``by_key`` those that vary by key, and the others from ``before``; else None for those that vary by key.
+    With ``by_key`` those that vary by key, and the others from ``before``; else 0 for those that vary by key.
     """
     values: tl.constexpr = options.masks if of_mask else options.biases
     loaded = ()
@@ -27,7 +30,7 @@ def load_values(
         elif by_key:
             loaded = loaded + (before[i],)
         else:
-            loaded = loaded + (None,)
+            loaded = loaded + (0,)
     return loaded
 
 

@@ -13,6 +13,7 @@ keys.
    out by compile-time conditions. Masks and scores are functions that `language.translate` makes.
 5. `kernel`: the attention kernel; `storage` loads keys and values through the page table, `codec` decodes them,
    `scores` has soft cap, bias and mask, `write` puts a step's new tokens into the cache before they are read.
-6. `result`: what it stores, and the kernel that merges the partial softmaxes of splits, in float32, as `attnops.softmax` does.
+6. `result`: what it stores, and the kernel that merges the partial softmaxes of splits, in float32, as
+   `attnops.softmax` does.
 7. `attention` calls these.
 """

@@ -110,18 +110,18 @@ def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, m
 
 
 MISTAKES = {
-    "values are read before they are there": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
-    "buffers of keys are never free": ("mbarrier.arrive(k_free.index(stage))", "pass"),
-    "buffers of values are never free": ("mbarrier.arrive(v_free.index(before))", "pass"),
-    "the turn is never passed on": ("mbarrier.arrive(turn.index(1 - group))", "pass"),
-    "buffers are overwritten": ("mbarrier.wait(k_free.index(stage), phase)", "pass"),
+    "values are read before they are there": ("mbarrier.wait(v.ready.index(before), phase_before)", "pass"),
+    "buffers of keys are never free": ("mbarrier.arrive(k.free.index(stage))", "pass"),
+    "buffers of values are never free": ("mbarrier.arrive(v.free.index(before))", "pass"),
+    "the turn is never passed on": ("mbarrier.arrive(shared.turn.index(1 - group))", "pass"),
+    "buffers are overwritten": ("mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "scores are read before they are computed": ("s = warpgroup_mma_wait(1, deps=[s])", "pass"),
     "a buffer is free before its product is over": (
-        "s = warpgroup_mma_wait(1, deps=[s])\n", "mbarrier.arrive(k_free.index(stage))\n"
+        "s = warpgroup_mma_wait(1, deps=[s])\n", "mbarrier.arrive(k.free.index(stage))\n"
     ),
     "the phase of the ring stays": ("phase = phase ^ 1", "pass"),
     "fewer bytes are expected": (
-        "mbarrier.expect(k_ready.index(stage), 32768)", "mbarrier.expect(k_ready.index(stage), 16)"
+        "mbarrier.expect(ring.ready.index(stage), size)", "mbarrier.expect(ring.ready.index(stage), 16)"
     ),
 }  # fmt: skip
 

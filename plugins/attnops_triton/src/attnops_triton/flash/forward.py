@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
 from attnops_triton.flash.blackwell import forward as blackwell
-from attnops_triton.flash.hopper import forward as hopper
 from attnops_triton.flash.loops import place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
+from attnops_triton.flash.partitioned import launch_partitioned
 from attnops_triton.flash.plan import LOG2E, FlashPlan
 from attnops_triton.flash.steps import write_denominator
 from attnops_triton.flash.tile import TileWriter, dtype
@@ -57,9 +57,16 @@ def forward(
         "log2_sum": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
     write: SourceWriter
+    if plan.forward.specialised and plan.arch not in TENSOR_MEMORY:
+        from attnops_triton.flash.hopper.forward import attnops_flash_forward
+        from attnops_triton.flash.hopper.options import HopperOptions, make_options
+
+        options = make_options(HopperOptions, plan, plan.forward, operands, schedule)
+        named = {x if x == "out" else f"{x}_out": shape for x, shape in outputs.items()}
+        results = launch_partitioned(plan, plan.forward, attnops_flash_forward, options, operands, schedule, named, 4)
+        return results["out"], results["m_out"], results["log2_sum_out"]
     if plan.forward.specialised:
-        module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-        partitioned, programs = module.write_forward(plan, operands, schedule)
+        partitioned, programs = blackwell.write_forward(plan, operands, schedule)
         outputs["scratch"] = partitioned.scratch(programs)
         write = partitioned
     else:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
 from attnops_triton.flash.blackwell import backward as blackwell
-from attnops_triton.flash.hopper import backward as hopper
 from attnops_triton.flash.loops import place_by_key, place_by_query, schedule_operands, tile_loops
 from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
+from attnops_triton.flash.partitioned import launch_partitioned
 from attnops_triton.flash.plan import LOG2E, FlashPlan, cdiv
 from attnops_triton.flash.steps import recompute_weights, score_gradients
 from attnops_triton.flash.tile import TileWriter, dtype
@@ -97,8 +97,18 @@ def _by_query(
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
         write: SourceWriter
+        if plan.by_query.specialised and plan.arch not in TENSOR_MEMORY:
+            from attnops_triton.flash.hopper.by_query import attnops_flash_backward_query
+            from attnops_triton.flash.hopper.options import HopperOptions, make_options
+
+            options = make_options(HopperOptions, plan, plan.by_query, operands, schedule)
+            results = launch_partitioned(
+                plan, plan.by_query, attnops_flash_backward_query, options, operands, schedule, outputs,
+                4 + options.stores_by_map,
+            )  # fmt: skip
+            return tuple(results.values())
         if plan.by_query.specialised:
-            module = blackwell if plan.arch in TENSOR_MEMORY else hopper
+            module = blackwell
             partitioned, programs = module.write_by_query(plan, operands, schedule)
             outputs["scratch"] = partitioned.scratch(programs)
             write = partitioned
@@ -163,17 +173,29 @@ def _run_by_key(
     shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
     outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
     outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
+    aliases = dict(zip(added, (x.name for x in before), strict=True))
     write: SourceWriter
-    if plan.by_key.specialised:
-        module = blackwell if plan.arch in TENSOR_MEMORY else hopper
+    results = None
+    if plan.by_key.specialised and plan.arch not in TENSOR_MEMORY:
+        from attnops_triton.flash.hopper import by_key
+        from attnops_triton.flash.hopper.options import HopperOptions, make_options
+
+        options = make_options(HopperOptions, plan, plan.by_key, operands, schedule, True, fuses_dq=bool(added))
+        maps = 5 + 2 * options.stores_by_map + options.fuses_dq * (2 - options.slices_keys)
+        function = by_key.attnops_flash_backward if added else by_key.attnops_flash_backward_key
+        results = launch_partitioned(
+            plan, plan.by_key, function, options, operands, schedule, outputs, maps, padded, aliases
+        )
+    elif plan.by_key.specialised:
+        module = blackwell
         partitioned, programs = module.write_by_key(plan, operands, schedule, padded)
         outputs["scratch"] = partitioned.scratch(programs)
         write = partitioned
     else:
         write, programs = _write_by_key(plan, operands, schedule, wanted)
     name = "attnops_flash_backward" if added else "attnops_flash_backward_key"
-    aliases = dict(zip(added, (x.name for x in before), strict=True))
-    results = launch(plan, plan.by_key, write, name, operands, outputs, programs, aliases)
+    if results is None:
+        results = launch(plan, plan.by_key, write, name, operands, outputs, programs, aliases)
     results.pop("scratch", None)
     if plan.splits_groups:
         for name, shape in shapes.items():

@@ -77,7 +77,7 @@ def apply_score(
 ):  # fmt: skip
     """The scores with soft cap and bias."""
     if options.score is not None:
-        s = options.score(s, program.b, program.hr[:, None], program.qr[:, None], kx[None, :], values)
+        s = options.score(s, program.b, program.hr[:, None], program.qr[:, None], kx[None, :], values)[0]
         s = s + tl.full([options.rows, options.bk], 0.0, tl.float32)
     if options.has_array:
         s = s + load_by_score(x.array, n.array, program, kx, n)

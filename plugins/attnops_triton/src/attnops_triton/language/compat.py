@@ -35,11 +35,15 @@ def function(kernel: AnyKernel) -> tuple[Function, dict[str, Function]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def jitted(name: str, text: str) -> Any:
-    """A function in Triton's language from its text: one object per text, so that JAX traces nothing again."""
+def jitted(name: str, text: str, gluon: bool = False) -> Any:
+    """A function in Triton's language, or in Gluon, from its text: one object per text, so that JAX traces nothing
+    again.
+    """
     import triton
     import triton.language as tl
 
+    if gluon:
+        from triton.experimental.gluon import language as tl
     return triton.jit(functions(KernelSource(name, (), (), text), {"tl": tl})[name])
 
 

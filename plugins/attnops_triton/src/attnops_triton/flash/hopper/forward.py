@@ -123,5 +123,5 @@ def _finish(writer: PartitionedWriter, out: TokenBlock) -> None:
     write_denominator(tile)
     writer.store(out, "acc", f"tl.{plan.out_dtype}", "q", "tl.convert_layout(factor, sums_row_layout)[:, None]")
     masked = "" if tile.even else ", mask=qi < T"
-    write(f'tl.store({base(write, "m", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
-    write(f"tl.store({base(write, 'log2_sum', '', plan.H, 'T')} + qi, tl.log2(l){masked})")
+    write(f'tl.store({base(write, "m_out", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
+    write(f"tl.store({base(write, 'log2_sum_out', '', plan.H, 'T')} + qi, tl.log2(l){masked})")

@@ -1,0 +1,292 @@
+"""What a program computes, its tokens and tiles, and loads and stores of their rows.
+
+Gluon kernels call these functions too. They make no tensors of a given shape, except those with an index of features.
+"""
+
+# Tuples are joined, and conditions nested, as Triton's language requires.
+# ruff: noqa: RUF005, SIM102
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Program(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+        b, h, k: the indices of the batch, the query head and the kv head.
+        row: the index of its tile of queries, or of keys.
+    """
+
+    b: Any
+    h: Any
+    k: Any
+    row: Any
+
+
+class Tokens(NamedTuple):
+    """The queries, or the keys, of a tile.
+
+    Attributes:
+        first: the first of them.
+        index: [n], their indices.
+        spread: the same, broadcasting to the tile of scores.
+        stop: T or S.
+    """
+
+    first: Any
+    index: Any
+    spread: Any
+    stop: Any
+
+
+class Row(NamedTuple):
+    """A row of the tile schedule.
+
+    Attributes:
+        index: its index among those of all maps.
+        columns: a pointer to its columns.
+    """
+
+    index: Any
+    columns: Any
+
+
+@triton.jit
+def place_by_query(n, options: tl.constexpr):
+    """The `Program` for one tile of queries.
+
+    The last rows come first, since they are the longest with a causal mask.
+    """
+    place, bh = locate(n)
+    h = bh % options.plan.H
+    return Program(bh // options.plan.H, h, h // options.plan.G, n.rows - 1 - place)
+
+
+@triton.jit
+def place_by_key(n, options: tl.constexpr):
+    """The `Program` for one tile of keys; ``h`` has a meaning only if ``options.splits_groups``."""
+    place, bh = locate(n)
+    if options.splits_groups:
+        h = bh % options.plan.H
+        program = Program(bh // options.plan.H, h, h // options.plan.G, place)
+    else:
+        k = bh % options.plan.K
+        program = Program(bh // options.plan.K, k, k, place)
+    return program
+
+
+@triton.jit
+def locate(n):
+    """An index below ``rows``, and an index of batch and head.
+
+    Programs iterate over ``together`` heads first, then over the rows, then over further heads.
+    """
+    pid = tl.program_id(0)
+    section = pid // (n.together * n.rows)
+    within = pid % (n.together * n.rows)
+    size = tl.minimum(n.together, n.heads - section * n.together)
+    return within // size, section * n.together + within % size
+
+
+@triton.jit
+def queries(first, n, options: tl.constexpr):
+    """The `Tokens` of a tile of queries; not for Gluon."""
+    index = first + tl.arange(0, options.bq)
+    return Tokens(first, index, by_query(index, options), n.T)
+
+
+@triton.jit
+def keys(first, n, options: tl.constexpr):
+    """The `Tokens` of a tile of keys; not for Gluon."""
+    index = first + tl.arange(0, options.bk)
+    return Tokens(first, index, by_key(index, options), n.S)
+
+
+@triton.jit
+def by_query(x, options: tl.constexpr):
+    """A tensor per query, broadcasting to the tile of scores."""
+    if options.transposed:
+        x = x[None, :]
+    else:
+        x = x[:, None]
+    return x
+
+
+@triton.jit
+def by_key(x, options: tl.constexpr):
+    """A tensor per key, broadcasting to the tile of scores."""
+    if options.transposed:
+        x = x[:, None]
+    else:
+        x = x[None, :]
+    return x
+
+
+@triton.jit
+def base(array, n, program, size, layout: tl.constexpr, columns=1):
+    """The pointer to the ``size · columns`` elements of the program's batch and head in an array [B or 1, H or 1, …]."""
+    b = program.b
+    if layout.bit >= 0:
+        # Under `jax.vmap` all slices may share one array.
+        b = b * (n.batched >> layout.bit & 1)
+    at = array + b.to(tl.int64) * layout.heads * size * columns
+    if layout.heads > 1:
+        at = at + program.h.to(tl.int64) * size * columns
+    return at
+
+
+@triton.jit
+def load_token(array, n, program, tokens, layout: tl.constexpr, edge: tl.constexpr):
+    """The elements of tokens in an array [B or 1, H or 1, T or S].
+
+    Tokens beyond the last one have its element: with zeros a function might divide by 0.
+    """
+    index = tokens.index
+    if edge:
+        index = tl.minimum(index, tokens.stop - 1)
+    return tl.load(base(array, n, program, tokens.stop, layout) + index)
+
+
+@triton.jit
+def rows_at(
+    array, n, program, tokens, bit: tl.constexpr, heads: tl.constexpr, by_query_head: tl.constexpr, dim: tl.constexpr
+):  # fmt: skip
+    """Pointers to the rows of tokens in an array [B or 1, length, heads, dim], [n, 1]."""
+    stride: tl.constexpr = heads * dim
+    b = program.b
+    if bit >= 0:
+        b = b * (n.batched >> bit & 1)
+    head = program.h if by_query_head else program.k
+    at = array + b.to(tl.int64) * tokens.stop * stride + head.to(tl.int64) * dim
+    return at + tokens.first.to(tl.int64) * stride + (tokens.index - tokens.first)[:, None] * stride
+
+
+@triton.jit
+def columns_of(i: tl.constexpr, of_value: tl.constexpr, options: tl.constexpr):
+    """The features of a chunk of D or Dv, [1, width]; not for Gluon."""
+    chunks: tl.constexpr = options.value_chunks if of_value else options.chunks
+    return (chunks[i][0] + tl.arange(0, chunks[i][1]))[None, :]
+
+
+@triton.jit
+def load_rows(
+    array, n, program, tokens, bit: tl.constexpr, by_query_head: tl.constexpr, of_value: tl.constexpr, edge: tl.constexpr,
+    options: tl.constexpr,
+):  # fmt: skip
+    """The chunks of the rows of tokens in an array [B or 1, length, heads, dim], [n, width] each; not for Gluon.
+
+    ``edge``: whether tokens may be beyond the last one.
+    """
+    chunks: tl.constexpr = options.value_chunks if of_value else options.chunks
+    dim: tl.constexpr = options.plan.Dv if of_value else options.plan.D
+    heads: tl.constexpr = options.plan.H if by_query_head else options.plan.K
+    at = rows_at(array, n, program, tokens, bit, heads, by_query_head, dim)
+    loaded = ()
+    for i in tl.static_range(len(chunks)):
+        columns = columns_of(i, of_value, options)
+        if chunks[i][0] + chunks[i][1] > dim:
+            mask = columns < dim
+            if edge:
+                mask = (tokens.index < tokens.stop)[:, None] & mask
+            chunk = tl.load(at + columns, mask=mask, other=0.0)
+        elif edge:
+            chunk = tl.load(at + columns, mask=(tokens.index < tokens.stop)[:, None], other=0.0)
+        else:
+            chunk = tl.load(at + columns)
+        loaded = loaded + (chunk,)
+    return loaded
+
+
+@triton.jit
+def store_rows(
+    array, n, program, tokens, values, heads: tl.constexpr, by_query_head: tl.constexpr, of_value: tl.constexpr,
+    dtype: tl.constexpr, options: tl.constexpr,
+):  # fmt: skip
+    """Store chunks [n, width] in an array [B, length, heads, dim]; not for Gluon."""
+    chunks: tl.constexpr = options.value_chunks if of_value else options.chunks
+    dim: tl.constexpr = options.plan.Dv if of_value else options.plan.D
+    at = rows_at(array, n, program, tokens, -1, heads, by_query_head, dim)
+    for i in tl.static_range(len(chunks)):
+        columns = columns_of(i, of_value, options)
+        if chunks[i][0] + chunks[i][1] > dim:
+            mask = columns < dim
+            if not options.is_even:
+                mask = (tokens.index < tokens.stop)[:, None] & mask
+            tl.store(at + columns, values[i].to(dtype), mask=mask)
+        elif options.is_even:
+            tl.store(at + columns, values[i].to(dtype))
+        else:
+            tl.store(at + columns, values[i].to(dtype), mask=(tokens.index < tokens.stop)[:, None])
+
+
+@triton.jit
+def load_statistic(array, n, program, q, edge: tl.constexpr, other: tl.constexpr, layout: tl.constexpr):
+    """A statistic of the backward pass per query, [bq]; ``other`` for queries beyond the last one."""
+    at = base(array, n, program, n.T, layout) + q.index
+    if edge:
+        loaded = tl.load(at, mask=q.index < n.T, other=other)
+    else:
+        loaded = tl.load(at)
+    return loaded
+
+
+@triton.jit
+def store_token(array, n, program, tokens, values, options: tl.constexpr):
+    """Store an element per token in an array [B, H, T or S]."""
+    at = base(array, n, program, tokens.stop, options.output) + tokens.index
+    if options.is_even:
+        tl.store(at, values)
+    else:
+        tl.store(at, values, mask=tokens.index < tokens.stop)
+
+
+@triton.jit
+def find_row(x, n, program, options: tl.constexpr):
+    """The program's `Row`."""
+    index = program.row
+    columns = 0
+    if x.ranges is not None:
+        map_index = program.b * n.map_batch
+        if options.map_by_head:
+            map_index = map_index + program.h
+        index = map_index * n.rows + program.row
+    if x.columns is not None:
+        columns = x.columns + index.to(tl.int64) * n.width
+    return Row(index, columns)
+
+
+@triton.jit
+def full_tiles(x, n, row):
+    """Start and stop of the FULL tiles of a row."""
+    if x.ranges is None:
+        start = n.full_start
+        stop = n.full_stop
+    else:
+        start = tl.load(x.ranges + row.index * 4)
+        stop = tl.load(x.ranges + row.index * 4 + 1)
+    return start, stop
+
+
+@triton.jit
+def partial_tiles(x, n, row):
+    """Start and stop of the PARTIAL tiles of a row."""
+    if x.ranges is None:
+        start = n.partial_start
+        stop = n.partial_stop
+    else:
+        start = tl.load(x.ranges + row.index * 4 + 2)
+        stop = tl.load(x.ranges + row.index * 4 + 3)
+    return start, stop
+
+
+@triton.jit
+def column(x, row, i):
+    """The column of the tile ``i`` of a row."""
+    if x.columns is not None:
+        i = tl.load(row.columns + i)
+    return i

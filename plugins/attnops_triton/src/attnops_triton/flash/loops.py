@@ -13,24 +13,6 @@ from attnops_triton.language.source import SourceWriter
 _CACHE = 24 << 20
 
 
-def programs_by_query(plan: FlashPlan, bq: int) -> dict[str, int]:
-    """``rows``, ``heads`` and ``together`` of programs for one tile of queries each.
-
-    Programs of as many heads as fit the L2 cache are neighbours, and so are those of the query heads of a kv head.
-    """
-    per_head, heads = plan.S * (plan.D + plan.Dv) * plan.itemsize, plan.B * plan.H
-    return {"rows": cdiv(plan.T, bq), "heads": heads, "together": min(max(1, _CACHE // per_head) * plan.G, heads)}
-
-
-def programs_by_key(plan: FlashPlan, bk: int) -> dict[str, int]:
-    """``rows``, ``heads`` and ``together`` of programs for one tile of keys each."""
-    per_head, heads = plan.T * plan.G * (plan.D + plan.Dv) * plan.itemsize, plan.B * plan.K
-    together = min(max(1, _CACHE // per_head), heads)
-    if plan.splits_groups:
-        heads = together = plan.B * plan.H
-    return {"rows": cdiv(plan.S, bk), "heads": heads, "together": together}
-
-
 def place_by_query(write: SourceWriter, plan: FlashPlan, bq: int) -> int:
     """Write ``b``, ``h``, ``k`` and ``row`` of a program for one tile of queries. Returns the number of programs.
 

@@ -297,13 +297,18 @@ def traced(function: Elementwise, given: int) -> JaxprLike:
     )
 
 
+def differentiable(function: Elementwise) -> list[int]:
+    """The indices of values that are floating-point numbers."""
+    return [i for i, dtype in enumerate(function.dtypes) if jnp.issubdtype(dtype, jnp.floating)]
+
+
 def derivative(function: Elementwise) -> tuple[JaxprLike, list[int]]:
     """The jaxpr of the derivative of a bias, and the indices of the values whose gradients it computes.
 
     Its inputs are those of `traced` and the gradient of the result; its results are the gradients of the scores and of
     these values.
     """
-    wanted = [i for i, dtype in enumerate(function.dtypes) if jnp.issubdtype(dtype, jnp.floating)]
+    wanted = differentiable(function)
 
     def pulled_back(s: jax.Array, b: Index, h: Index, q: Index, kv: Index, *values_and_d: Leaf) -> PyTree:
         *values, d = values_and_d

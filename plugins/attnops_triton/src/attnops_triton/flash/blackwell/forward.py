@@ -240,8 +240,8 @@ def _correct(writer: _ForwardWriter) -> None:
         write_denominator(tile)
         write(f"qi = q_first + half * {ROWS} + tl.arange(0, {ROWS}, layout=sums_row_layout)")
         masked = "" if tile.even else ", mask=qi < T"
-        write(f'tl.store({base(write, "m", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
-        write(f"tl.store({base(write, 'log2_sum', '', plan.H, 'T')} + qi, tl.log2(l){masked})")
+        write(f'tl.store({base(write, "m_out", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
+        write(f"tl.store({base(write, 'log2_sum_out', '', plan.H, 'T')} + qi, tl.log2(l){masked})")
         write("mbarrier.wait(done.index(half), 0)")
         for start in range(0, plan.D, COLUMNS):
             write(

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from triton.experimental.gluon import language as gl
 
 from attnops_triton.flash.hopper.shared import PartitionedOptions
-from attnops_triton.flash.kernels.parameters import options_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +49,3 @@ class HopperOptions(PartitionedOptions):
 
 def _layout(columns: int) -> Any:
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-def make_options(
-    options_class: type[PartitionedOptions], plan, tiles, operands, schedule, transposed=False, **others
-) -> PartitionedOptions:
-    shared_map = schedule.map_shape[1] == 1
-    flat = transposed and plan.G > 1 and shared_map and not plan.splits_groups
-    base = options_of(plan, tiles, operands, transposed, map_by_head=not shared_map, flat=flat)
-    return options_class(**vars(base), **others)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import triton.language as tl
@@ -15,6 +15,10 @@ from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
 from attnops_triton.language.translate import mask_function, score_function, score_vjp_function
+
+
+# Inputs without a head axis after the batch axis.
+_WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
 
 
 class Pointers(NamedTuple):
@@ -105,10 +109,10 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
-    """An array [B or 1, heads, …] or an input [B or 1, length, heads, …].
+    """An array [B or 1, heads, …].
 
     Attributes:
-        heads: its second dimension.
+        heads: H or 1; 0 for inputs of other layouts.
         bit: the place of its bit in ``Sizes.batched``; −1 for an output, which has a batch axis.
     """
 
@@ -139,11 +143,11 @@ class KernelOptions:
         plan: the plan without lengths, batch, mask and bias, with ``tiles`` for all kernels.
         tiles: the tile sizes of the kernel.
         is_even: whether the tile sizes divide the lengths, so that no tile reaches beyond the last token.
-        transposed: whether a tile is [keys, queries] instead of [queries, keys].
         scales_first, score_unit, has_bias, splits_groups: those of the plan and its scoring.
         mask, score, score_vjp: functions of `attnops_triton.language.translate`; None for none.
         masks, biases: the values of mask and bias.
         layouts: by array, its `ArrayLayout`.
+        transposed: whether a tile is [keys, queries] instead of [queries, keys].
         map_by_head: whether the block map has several heads.
         wanted: places of the bias's gradients to compute, in the results of ``score_vjp``.
         flat: whether one loop iterates over both tiles and the query heads of a kv head, in the kernel by keys.
@@ -152,7 +156,6 @@ class KernelOptions:
     plan: FlashPlan
     tiles: TileSizes
     is_even: bool
-    transposed: bool
     scales_first: bool
     score_unit: float
     has_bias: bool
@@ -162,7 +165,8 @@ class KernelOptions:
     score_vjp: Any
     masks: tuple[Value, ...]
     biases: tuple[Value, ...]
-    layouts: Any
+    layouts: Pointers
+    transposed: bool = False
     map_by_head: bool = False
     wanted: tuple[int, ...] = ()
     flat: bool = False
@@ -191,6 +195,11 @@ class KernelOptions:
     def is_masked(self) -> bool:
         """Whether the call has a mask that is evaluated on tiles."""
         return self.mask is not None or self.plan.bit_mask
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether there is an elementwise bias, which ``score`` computes."""
+        return self.has_bias and not self.plan.scoring.table and not self.plan.scoring.array
 
     @property
     def has_fully_masked(self) -> bool:
@@ -285,21 +294,26 @@ class KernelOptions:
 
 
 def options_of(
-    plan: FlashPlan, tiles: TileSizes, operands: list[Operand], transposed: bool = False, **others: Any
-) -> KernelOptions:
-    """The options of a kernel with these operands; ``others`` are further fields."""
+    plan: FlashPlan, tiles: TileSizes, operands: list[Operand], differentiates: bool = False,
+    kind: type[KernelOptions] = KernelOptions, **others: Any,
+) -> KernelOptions:  # fmt: skip
+    """The options of a kernel with these operands.
+
+    ``differentiates``: whether it differentiates the bias; ``kind``: their class; ``others``: further fields.
+    """
     scoring, gluon = plan.scoring, tiles.specialised
-    layouts = [(x.name, ArrayLayout(0 if x.name in ("q","k","v","d_out") or x.array.ndim < 2 else x.array.shape[1], i)) for i, x in enumerate(operands)]
+    heads = [0 if x.name in _WITHOUT_HEADS else x.array.shape[1] for x in operands]
+    layouts = [(x.name, ArrayLayout(count, i)) for i, (x, count) in enumerate(zip(operands, heads, strict=True))]
     bare = dataclasses.replace(
         plan, B=0, inner=0, T=0, S=0, forward=tiles, by_query=tiles, by_key=tiles, by_score=tiles, arch="",
         scoring=dataclasses.replace(scoring, mask=None, bias=None),
     )  # fmt: skip
-    return KernelOptions(
-        plan=bare, tiles=tiles, is_even=is_even(plan, tiles), transposed=transposed, scales_first=plan.scales_first,
+    return kind(
+        plan=bare, tiles=tiles, is_even=is_even(plan, tiles), scales_first=plan.scales_first,
         score_unit=plan.score_unit, has_bias=scoring.has_bias, splits_groups=plan.splits_groups,
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),
         score=score_function(scoring.bias, scoring.cap, gluon),
-        score_vjp=None if scoring.bias is None else score_vjp_function(scoring.bias),
+        score_vjp=score_vjp_function(scoring.bias) if differentiates and scoring.bias is not None else None,
         masks=_values(scoring.mask), biases=_values(scoring.bias), layouts=grouped(layouts), **others,
     )  # fmt: skip
 

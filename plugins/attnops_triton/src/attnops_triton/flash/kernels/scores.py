@@ -180,7 +180,7 @@ def apply_cap_and_bias(x, n, program, q, kv, s, values, options: tl.constexpr):
     if options.score is not None:
         b, qx, kx = indices(n, program, q, kv, options)
         s, unbiased, curve = options.score(s, b, program.h, qx, kx, values.biases)
-        if len(options.biases) > 0 or options.score_vjp is not None:
+        if options.is_elementwise:
             s = s + tl.full(options.shape, 0.0, tl.float32)
     if x.table is not None:
         at = base(x.table, n, program, n.T + n.S - 1, options.layouts.table) + (kv.spread - q.spread + (n.T - 1))

@@ -200,36 +200,36 @@ def test_the_simulator_notices_mistakes_with_blackwells_backward(
 
 
 # Whoever multiplies comes late, so that the ring is filled again before.
-WEIGHTS_ARE_READY = "mbarrier.arrive(w_ready.index(half))"
-KEYS_ARE_READY = "mbarrier.wait(k_ready.index(stage), phase)"
+WEIGHTS_ARE_READY = "mbarrier.arrive(shared.w_ready.index(half))"
+KEYS_ARE_READY = "mbarrier.wait(k.ready.index(stage), phase)"
 HELD_UP_BY_KEYS = (KEYS_ARE_READY, f"pause(); {KEYS_ARE_READY}")
+SECOND_WEIGHTS = "mbarrier.wait(shared.w_ready.index(half), phase_of_weights)"
 MISTAKES_OF_FORWARD = {
-    "the sums are read before they are there": ("mbarrier.wait(done.index(half), 0)", "pass"),
-    "scores are read before they are computed": ("mbarrier.wait(s_ready.index(group), phase)", "pass"),
-    "scores are multiplied without keys": ("mbarrier.wait(k_ready.index(stage), phase)", "pass"),
-    "weights are multiplied without values": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
+    "the sums are read before they are there": ("mbarrier.wait(shared.done.index(half), 0)", "pass"),
+    "scores are read before they are computed": ("mbarrier.wait(shared.s_ready.index(group), phase)", "pass"),
+    "scores are multiplied without keys": ("mbarrier.wait(k.ready.index(stage), phase)", "pass"),
+    "weights are multiplied without values": ("mbarrier.wait(v.ready.index(before), phase_before)", "pass"),
     "weights are multiplied before they are there": (
-        "mbarrier.wait(w_ready.index(1), phase_of_weights)", "pass", "weights.store(",
-        "group == 1 and pause(); weights.store(",
+        SECOND_WEIGHTS, f"half == 1 or {SECOND_WEIGHTS}", "w.store(", "group == 1 and pause(); w.store(",
     ),
-    "queries are not waited for": ("mbarrier.wait(held.index(1), 0)", "pass"),
+    "queries are not waited for": ("mbarrier.wait(shared.held.index(1), 0)", "pass"),
     "sums are scaled before it is known by what": (
-        "mbarrier.wait(alpha_ready.index(half), phase)", "pass", "alpha_tile.index(group).store(alpha)",
-        "pause(); alpha_tile.index(group).store(alpha)",
+        "mbarrier.wait(shared.alpha_ready.index(half), phase)", "pass", "shared.alpha.index(group).store(alpha)",
+        "pause(); shared.alpha.index(group).store(alpha)",
     ),
     "weights are multiplied before sums are scaled": (
-        "        if t > 0:\n", f"        {WEIGHTS_ARE_READY}\n            pause()\n            if t > 0:\n"
+        "            if t > 0:\n", f"            {WEIGHTS_ARE_READY}\n            pause()\n            if t > 0:\n"
     ),
     "the last maximum is not waited for": (
-        "mbarrier.wait(ml_ready.index(half), 0)", "pass", "m_tile.index(group).store(m)",
-        "pause(); m_tile.index(group).store(m)",
+        "mbarrier.wait(shared.ml_ready.index(half), 0)", "pass", "shared.m.index(group).store(m)",
+        "pause(); shared.m.index(group).store(m)",
     ),
-    "weights never come": ("mbarrier.arrive(w_ready.index(group))", "pass"),
-    "it is never known by what sums are scaled": ("mbarrier.arrive(alpha_ready.index(group))", "pass"),
-    "products of scores tell nobody": ("mbarriers=[s_ready.index(0), k_free.index(stage)]", "mbarriers=[]"),
-    "products of values tell nobody": ("mbarriers=[v_free.index(before)]", "mbarriers=[]"),
-    "the last products tell nobody": ("mbarriers=[done.index(1)]", "mbarriers=[]"),
-    "buffers are overwritten": ("mbarrier.wait(k_free.index(stage), phase)", "pass", *HELD_UP_BY_KEYS),
+    "weights never come": ("mbarrier.arrive(shared.w_ready.index(group))", "pass"),
+    "it is never known by what sums are scaled": ("mbarrier.arrive(shared.alpha_ready.index(group))", "pass"),
+    "products of scores tell nobody": ("mbarriers=[shared.s_ready.index(half), k.free.index(stage)]", "mbarriers=[]"),
+    "products of values tell nobody": ("mbarriers=[v.free.index(before)]", "mbarriers=[]"),
+    "the last products tell nobody": ("mbarriers=[shared.done.index(half)]", "mbarriers=[shared.done.index(0)][half:]"),
+    "buffers are overwritten": ("mbarrier.wait(ring.free.index(stage), phase)", "pass", *HELD_UP_BY_KEYS),
     "the phase of the ring stays": ("phase = phase ^ 1", "pass", *HELD_UP_BY_KEYS),
 }  # fmt: skip
 QUICK = (None, "the sums are read before they are there")
@@ -281,7 +281,8 @@ def test_rows_without_tiles_are_zero() -> None:
     with target("sm_100"):
         (found,) = kernels(lambda *qkv: operation(*qkv).attention_outputs, (q, q, q), "sm_100")
     kernel = found.recipe.kernel
-    integers = tuple(0 if name == "count" else x for name, x in zip(kernel.integers, found.integers, strict=True))
+    tiles = ("full_start", "full_stop", "partial_start", "partial_stop")
+    integers = tuple(0 if name in tiles else x for name, x in zip(kernel.integers, found.integers, strict=True))
     out, m = np.full((1, 256, 1, 64), np.nan, np.float32), np.full((1, 1, 256), np.nan, np.float32)
     results = [out, m, np.zeros((1, 1, 256), np.float32), np.zeros(1, np.int8)]
     interpreter.run_on_host(kernel, integers, 1, [np.ones_like(out)] * 3, results)

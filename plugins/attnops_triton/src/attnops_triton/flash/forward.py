@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
-from attnops_triton.flash.blackwell import forward as blackwell
+from attnops_triton.flash.blackwell.forward import attnops_flash_forward as blackwell
+from attnops_triton.flash.blackwell.options import BlackwellOptions
 from attnops_triton.flash.hopper.forward import attnops_flash_forward as hopper
 from attnops_triton.flash.hopper.options import HopperOptions
 from attnops_triton.flash.kernels.forward import attnops_flash_forward
@@ -16,7 +17,6 @@ from attnops_triton.flash.launch import launch, schedule_operands, schedule_size
 from attnops_triton.flash.operands import Arrays, Operand, score_operands
 from attnops_triton.flash.plan import FlashPlan
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.launch import launch as launch_source
 from attnops_triton.targets import TENSOR_MEMORY
 
 
@@ -55,17 +55,14 @@ def forward(
         "m_out": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
         "log2_sum_out": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
-    if plan.forward.specialised and plan.arch in TENSOR_MEMORY:
-        write, programs = blackwell.write_forward(plan, operands, schedule)
-        outputs["scratch"] = write.scratch(programs)
-        results = launch_source(plan, plan.forward, write, "attnops_flash_forward", operands, outputs, programs)
-    else:
-        sizes, programs = sizes_by_query(plan, plan.forward)
-        function, options = attnops_flash_forward, {}
-        if plan.forward.specialised:
-            function, options = hopper, {"kind": HopperOptions, "maps": 4}
-        results = launch(
-            plan, plan.forward, function, operands, outputs, programs, sizes | schedule_sizes(schedule),
-            map_by_head=schedule.map_shape[1] > 1, **options,
-        )  # fmt: skip
+    sizes, programs = sizes_by_query(plan, plan.forward)
+    function, options = attnops_flash_forward, {}
+    if plan.forward.specialised:
+        function, options = hopper, {"kind": HopperOptions, "maps": 4}
+        if plan.arch in TENSOR_MEMORY:
+            function, options = blackwell, {"kind": BlackwellOptions, "maps": 4}
+    results = launch(
+        plan, plan.forward, function, operands, outputs, programs, sizes | schedule_sizes(schedule),
+        map_by_head=schedule.map_shape[1] > 1, **options,
+    )  # fmt: skip
     return results["out"], results["m_out"], results["log2_sum_out"]

@@ -15,7 +15,6 @@ import dataclasses
 import re
 from typing import ClassVar, Final
 
-from attnops_triton.flash.blackwell.forward import COLUMNS, ROWS, moved
 from attnops_triton.flash.hopper.partitions import Partition, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_key, place_by_query
 from attnops_triton.flash.operands import Operand
@@ -25,8 +24,17 @@ from attnops_triton.flash.tile import dtype
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.language.source import KernelSource, SourceWriter, number
 
+ROWS: Final = 128
+COLUMNS: Final = 32
 # Registers per thread of computing partitions and of partitions of one warp.
 _REGISTERS: Final = (240, 24)
+
+
+def moved(name: str) -> str:
+    """Source of an opaque copy of a number. The compiler can't move what depends on it out of a loop or a partition,
+    where it would be spilled.
+    """
+    return f'tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{name}], tl.int32, False, 1)'
 
 
 class _BackwardWriter(PartitionedWriter):

@@ -322,6 +322,14 @@ def load(x, n, program, first, ready, held, rings, statistics, options: gl.const
         rings: two `Ring`s, in the order of use.
         statistics: `Held` statistics, whose copies the first ring's barriers count too; 0 for none.
     """
+    load_held(program, first, ready, held, options)
+    state = (0, 1)
+    each_head(load_tile, nothing, state, 0, x, n, program, rings, statistics, options)
+
+
+@gluon.jit
+def load_held(program, first, ready, held, options: gl.constexpr):
+    """Copy the rows that the program holds."""
     copies: gl.constexpr = options.copies
     at = column_of(program, not options.transposed, options)
     for half in gl.static_range(copies):
@@ -330,8 +338,6 @@ def load(x, n, program, first, ready, held, rings, statistics, options: gl.const
             tma.async_load(
                 held[i].map, [first + half * options.rows, at], ready.index(half), held[i].tile.index(half)
             )
-    state = (0, 1)
-    each_head(load_tile, nothing, state, 0, x, n, program, rings, statistics, options)
 
 
 @gluon.jit

@@ -32,8 +32,7 @@ from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
 from attnops_testing import attention, attention_gradients
 from attnops_triton.aot import compile_for, kernels
-from attnops_triton.flash import backend, plan
-from attnops_triton.flash.hopper.partitions import PartitionedWriter
+from attnops_triton.flash import backend, backward, plan
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import interpreter, simulator
 from attnops_triton.language.build import build
@@ -99,7 +98,7 @@ def test_simulated_blackwells_backward_is_right(
     if not options.pop("split", False):  # else groups are split, since programs are few
         monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
     if options.pop("apart", False):
-        monkeypatch.setattr(PartitionedWriter, "flat", False)
+        monkeypatch.setattr(backward, "_is_flat", lambda *_: False)
     run = names_of_simulated(monkeypatch)
     rng = np.random.default_rng(0)
     q, d_out = (rng.normal(size=(1, T, H, D)).astype(np.float32) for _ in range(2))
@@ -117,46 +116,51 @@ def test_simulated_blackwells_backward_is_right(
 
 def held_up(name: str, half: int) -> tuple[str, str]:
     """A replacement that makes one half later than the other."""
-    wait = f"mbarrier.wait({name}_ready.index(0), done & 1)\n"
+    wait = f"mbarrier.wait(shared.{name}_ready.index(0), done & 1)\n"
     return wait, wait.rstrip() + f"; group == {half} and pause()\n"
+
+
+def without_wait(half: int, name: str) -> tuple[str, ...]:
+    """Replacements without the wait for one half of the weights, ``w``, or of the gradients of scores, ``ds``."""
+    wait = "mbarrier.wait(ready.index(half), turn & 1)"
+    return (
+        f"shared.{name}_ready, ", f"(shared.{name}_ready, {half}), ", wait,
+        f"ready, late = ready if isinstance(ready, tuple) else (ready, None); half == late or {wait}",
+        "    for half in gl.static_range(2):\n        ready", "    given = ready\n"
+        "    for half in gl.static_range(2):\n        ready = given\n        ready",
+    )  # fmt: skip
 
 
 # By kernel.
 MISTAKES_OF_BACKWARD = {
-    "keys are not waited for": ("query", "mbarrier.wait(k_ready.index(stage), phase)", "pass"),
-    "values are not waited for": ("query", "mbarrier.wait(v_ready.index(stage), phase)", "pass"),
-    "queries are not waited for": ("query", "mbarrier.wait(held.index(0), 0)", "pass"),
-    "scores are not waited for": ("query", "mbarrier.wait(s_ready.index(done % 2), done // 2 & 1)", "pass"),
-    "dp is not waited for": ("query", "mbarrier.wait(dp_ready.index(0), done & 1)", "pass"),
-    "ds of a half is not waited for": (
-        "query", "mbarrier.wait(ds_ready.index(1), (done - 1) & 1)", "pass", *held_up("dp", 1)
-    ),
-    "ds never comes": ("query", "mbarrier.arrive(ds_ready.index(group))", "pass"),
-    "dq is not waited for": ("query", "mbarrier.wait(finished.index(0), 0)", "pass"),
-    "products of ds free nothing": ("query", "mbarriers=[k_free.index(before)]", "mbarriers=[]"),
-    "buffers are overwritten": ("query", "mbarrier.wait(k_free.index(stage), phase)", "pass"),
+    "keys are not waited for": ("query", "mbarrier.wait(ring.ready.index(stage), phase)", "pass"),
+    "values are not waited for": ("query", "mbarrier.wait(other.ready.index(stage), phase)", "pass"),
+    "queries are not waited for": ("query", "mbarrier.wait(shared.held_ready.index(0), 0)", "pass"),
+    "scores are not waited for": ("query", "mbarrier.wait(shared.s_ready.index(done % 2), done // 2 & 1)", "pass"),
+    "dp is not waited for": ("query", "mbarrier.wait(shared.dp_ready.index(0), done & 1)", "pass"),
+    "ds of a half is not waited for": ("query", *without_wait(1, "ds"), *held_up("dp", 1)),
+    "ds never comes": ("query", "mbarrier.arrive(shared.ds_ready.index(group))", "pass"),
+    "dq is not waited for": ("query", "mbarrier.wait(shared.finished.index(0), 0)", "pass"),
+    "products of ds free nothing": ("query", "mbarriers=[ring.free.index(stage)]", "mbarriers=[]"),
+    "buffers are overwritten": ("query", "mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "scores have one buffer": (
-        "query", "s_memory.index(done % 2)", "s_memory.index(0)",
+        "query", "shared.s.index(buffer)", "shared.s.index(0)", "half_of(shared.s, done % 2,", "half_of(shared.s, 0,",
         "done // 2 & 1)", "done // 2 & 1); pause()",
     ),
     "the phase of the ring stays": ("query", "phase = phase ^ 1", "pass"),
     "the logsumexp is not waited for": (
-        "key", "mbarrier.wait(q_ready.index(stage), phase)\n        lse", "lse",
-        "tma.async_load(statistics_map", "pause(); tma.async_load(statistics_map",
+        "key", "mbarrier.wait(shared.rings[0].ready.index(stage), phase)", "pass",
+        "tma.async_load(statistics.map", "pause(); tma.async_load(statistics.map",
     ),
-    "weights of a half are not waited for": (
-        "key", "mbarrier.wait(w_ready.index(0), done & 1)", "pass", *held_up("s", 0)
-    ),
-    "weights never come": ("key", "mbarrier.arrive(w_ready.index(group))", "pass"),
-    "cotangents are not waited for": ("key", "mbarrier.wait(d_out_ready.index(stage), phase)", "pass"),
-    "ds of a half of queries is not waited for": (
-        "key", "mbarrier.wait(ds_ready.index(0), (done - 1) & 1)", "pass", *held_up("dp", 0)
-    ),
-    "products of weights free nothing": ("key", "mbarriers=[d_out_free.index(stage)]", "mbarriers=[]"),
-    "queries are overwritten": ("key", "mbarrier.wait(q_free.index(stage), phase)", "pass"),
+    "weights of a half are not waited for": ("key", *without_wait(0, "w"), *held_up("s", 0)),
+    "weights never come": ("key", "mbarrier.arrive(shared.w_ready.index(group))", "pass"),
+    "cotangents are not waited for": ("key", "mbarrier.wait(other.ready.index(stage), phase)", "pass"),
+    "ds of a half of queries is not waited for": ("key", *without_wait(0, "ds"), *held_up("dp", 0)),
+    "products of weights free nothing": ("key", "mbarriers=[ring.free.index(stage)]", "mbarriers=[]"),
+    "queries are overwritten": ("key", "mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "queries are free before ds was multiplied": (
-        "key", "mbarriers=[s_ready.index(done % 1)]",
-        "mbarriers=[s_ready.index(done % 1), q_free.index(stage), q_free.index(stage)]",
+        "key", "mbarriers=[shared.s_ready.index(buffer)]",
+        "mbarriers=[shared.s_ready.index(buffer), ring.free.index(stage), ring.free.index(stage)]",
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
 from attnops_triton.flash.blackwell import backward as blackwell
+from attnops_triton.flash.blackwell.options import BackwardOptions
 from attnops_triton.flash.hopper import by_key as hopper_by_key
 from attnops_triton.flash.hopper import by_query as hopper_by_query
 from attnops_triton.flash.hopper.options import HopperOptions
@@ -23,7 +24,6 @@ from attnops_triton.flash.plan import LOG2E, FlashPlan, cdiv
 from attnops_triton.flash.sizes import is_even
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.flash.tile_sizes import known
-from attnops_triton.language.launch import launch as launch_source
 from attnops_triton.language.translate import differentiable
 from attnops_triton.targets import TENSOR_MEMORY
 
@@ -97,21 +97,16 @@ def _by_query(
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
-        if plan.by_query.specialised and plan.arch in TENSOR_MEMORY:
-            write, programs = blackwell.write_by_query(plan, operands, schedule)
-            outputs["scratch"] = write.scratch(programs)
-            name = "attnops_flash_backward_query"
-            results = launch_source(plan, plan.by_query, write, name, operands, outputs, programs)
-        else:
-            sizes, programs = sizes_by_query(plan, plan.by_query)
-            function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
-            if plan.by_query.specialised:
-                function = hopper_by_query.attnops_flash_backward_query
-                options |= {"kind": HopperOptions, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
-            results = launch(
-                plan, plan.by_query, function, operands, outputs, programs, sizes | schedule_sizes(schedule), **options
-            )
-        results.pop("scratch", None)
+        sizes, programs = sizes_by_query(plan, plan.by_query)
+        function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
+        if plan.by_query.specialised:
+            function, kind = hopper_by_query.attnops_flash_backward_query, HopperOptions
+            if plan.arch in TENSOR_MEMORY:
+                function, kind = blackwell.attnops_flash_backward_query, BackwardOptions
+            options |= {"kind": kind, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
+        results = launch(
+            plan, plan.by_query, function, operands, outputs, programs, sizes | schedule_sizes(schedule), **options
+        )
         return tuple(results.values())
 
     return run(plan, inputs, arrays, schedule)
@@ -170,27 +165,23 @@ def _run_by_key(
     outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
     outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
     aliases = dict(zip(added, (x.name for x in before), strict=True))
-    if plan.by_key.specialised and plan.arch in TENSOR_MEMORY:
-        write, programs = blackwell.write_by_key(plan, operands, schedule, padded)
-        outputs["scratch"] = write.scratch(programs)
-        name = "attnops_flash_backward_key"
-        results = launch_source(plan, plan.by_key, write, name, operands, outputs, programs, aliases)
-    else:
-        sizes, programs = sizes_by_key(plan, plan.by_key)
-        function, options = attnops_flash_backward_key, _differentiates(plan, schedule, wanted)
-        options |= {"transposed": True, "flat": _is_flat(plan, arrays, schedule, wanted)}
-        if plan.by_key.specialised:
-            function = hopper_by_key.attnops_flash_backward if added else hopper_by_key.attnops_flash_backward_key
-            by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
-            # A copy of half the columns of keys is needed where their buffer can't be sliced.
-            maps = 5 + 2 * by_map + (0 if not added else 1 if plan.D >= 128 else 2)
-            options |= {"kind": HopperOptions, "maps": maps, "fuses_dq": bool(added)}
-            sizes |= {"padded": padded, "statistics_rows": plan.B * plan.H * 2}
-        results = launch(
-            plan, plan.by_key, function, operands, outputs, programs, sizes | schedule_sizes(schedule), aliases,
-            **options,
-        )  # fmt: skip
-    results.pop("scratch", None)
+    sizes, programs = sizes_by_key(plan, plan.by_key)
+    function, options = attnops_flash_backward_key, _differentiates(plan, schedule, wanted)
+    options |= {"transposed": True, "flat": _is_flat(plan, arrays, schedule, wanted)}
+    if plan.by_key.specialised:
+        function = hopper_by_key.attnops_flash_backward if added else hopper_by_key.attnops_flash_backward_key
+        kind: Any = HopperOptions
+        if plan.arch in TENSOR_MEMORY:
+            function, kind = blackwell.attnops_flash_backward_key, BackwardOptions
+        by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
+        # A copy of half the columns of keys is needed where their buffer can't be sliced.
+        maps = 5 + 2 * by_map + (0 if not added else 1 if plan.D >= 128 else 2)
+        options |= {"kind": kind, "maps": maps, "fuses_dq": bool(added)}
+        sizes |= {"padded": padded, "statistics_rows": plan.B * plan.H * 2}
+    results = launch(
+        plan, plan.by_key, function, operands, outputs, programs, sizes | schedule_sizes(schedule), aliases,
+        **options,
+    )  # fmt: skip
     if plan.splits_groups:
         for name, shape in shapes.items():
             summed = results[name].reshape(plan.B, plan.S, plan.K, plan.G, shape[-1]).sum(axis=3)

@@ -64,7 +64,10 @@ def attnops_flash_backward_query(x, n, options: gl.constexpr):
     d_out = hold(x.d_out, n, program, options.layouts.d_out.bit, options)
     k = stream(x.k, n, program, options.layouts.k.bit, options)
     v = stream(x.v, n, program, options.layouts.v.bit, options)
-    shared = Shared(first, q, d_out, make_barriers(2, 1), k, v, output_map(x.dq, n, program, options))
+    dq = 0
+    if options.stores_by_map:
+        dq = output_map(x.dq, n, program, options)
+    shared = Shared(first, q, d_out, make_barriers(2, 1), k, v, dq)
     gl.warp_specialize(
         [
             (compute, (0, x, n, program, shared, options)),

@@ -207,8 +207,11 @@ def find_tiles(x, n, program, options: gl.constexpr):
     """The `Tiles` of a program."""
     row = find_row(x, n, program, options)
     full_start, full_stop = full_tiles(x, n, row)
-    partial_start, partial_stop = partial_tiles(x, n, row)
-    partials = partial_stop - partial_start
+    partial_start = 0
+    partials = 0
+    if x.ranges is not None or not options.is_even:
+        partial_start, partial_stop = partial_tiles(x, n, row)
+        partials = partial_stop - partial_start
     return Tiles(row, full_start, partial_start, partials, full_stop - full_start + partials)
 
 
@@ -258,6 +261,12 @@ def each_tile(
 
 
 @gluon.jit
+def head_of_group(program, g, options: gl.constexpr):
+    """The `Program` of a query head of its kv head."""
+    return Program(program.b, program.k * options.plan.G + g, program.k, program.row)
+
+
+@gluon.jit
 def each_head(
     step: gl.constexpr, prepare: gl.constexpr, state, group: gl.constexpr, x, n, program, shared, given,
     options: gl.constexpr,
@@ -269,7 +278,7 @@ def each_head(
     G: gl.constexpr = options.plan.G
     if options.loops_over_heads:
         for g in range(0, G):
-            here = Program(program.b, program.k * G + g, program.k, program.row)
+            here = head_of_group(program, g, options)
             values = prepare(x, n, here, given, options)
             tiles = find_tiles(x, n, here, options)
             state = each_tile(step, state, group, x, n, here, tiles, shared, values, options)

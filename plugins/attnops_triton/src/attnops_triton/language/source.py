@@ -66,10 +66,13 @@ class KernelFunction:
     def reachable(self) -> dict[str, Any]:
         """The functions that it calls, and itself, by name, without Triton's own; each after those that it calls."""
         found: dict[str, Any] = {}
+        visited: set[Any] = set()
 
         def visit(function: Any) -> None:
-            if not hasattr(function, "fn") or function.fn.__module__.startswith("triton."):
+            # The names of a function's attributes are among its names: it may seem to call itself.
+            if not hasattr(function, "fn") or function.fn.__module__.startswith("triton.") or function.fn in visited:
                 return
+            visited.add(function.fn)
             for name in function.fn.__code__.co_names:
                 visit(function.fn.__globals__.get(name))
             found[function.fn.__name__] = function

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import triton.language as tl
@@ -15,6 +15,10 @@ from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
 from attnops_triton.language.translate import mask_function, score_function, score_vjp_function
+
+
+# Inputs without a head axis after the batch axis.
+_WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
 
 
 class Pointers(NamedTuple):
@@ -105,10 +109,10 @@ class Sizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ArrayLayout:
-    """An array [B or 1, heads, …] or an input [B or 1, length, heads, …].
+    """An array [B or 1, heads, …].
 
     Attributes:
-        heads: its second dimension.
+        heads: H or 1; 0 for inputs of other layouts.
         bit: the place of its bit in ``Sizes.batched``; −1 for an output, which has a batch axis.
     """
 
@@ -296,7 +300,8 @@ def options_of(
     are further fields.
     """
     scoring, gluon = plan.scoring, tiles.specialised
-    layouts = [(x.name, ArrayLayout(x.array.shape[1], i)) for i, x in enumerate(operands)]
+    heads = [0 if x.name in _WITHOUT_HEADS else x.array.shape[1] for x in operands]
+    layouts = [(x.name, ArrayLayout(count, i)) for i, (x, count) in enumerate(zip(operands, heads, strict=True))]
     bare = dataclasses.replace(
         plan, B=0, inner=0, T=0, S=0, forward=tiles, by_query=tiles, by_key=tiles, by_score=tiles, arch="",
         scoring=dataclasses.replace(scoring, mask=None, bias=None),

@@ -289,4 +289,5 @@ def column(x, row, i):
     """The column of the tile ``i`` of a row."""
     if x.columns is not None:
         i = tl.load(row.columns + i)
-    return i
+    # The interpreter's loops count in Python's integers.
+    return tl.cast(i, tl.int32)

@@ -91,9 +91,7 @@ def load_group(
         if values[i].axis != axis:
             loaded = loaded + (before[i],)
         else:
-            loaded = loaded + (
-                load_value(arrays[i], n, program, tokens, values[i], layouts[i], axis, edge, options),
-            )
+            loaded = loaded + (load_value(arrays[i], n, program, tokens, values[i], layouts[i], axis, edge, options),)
     return loaded
 
 

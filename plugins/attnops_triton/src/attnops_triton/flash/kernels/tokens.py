@@ -4,7 +4,7 @@ Gluon kernels call these functions too. They make no tensors of a given shape, e
 """
 
 # Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM102
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ def place_by_query(n, options: tl.constexpr):
     The last rows come first, since they are the longest with a causal mask.
     """
     place, bh = locate(n)
+    row = n.rows - 1 - place
+    b = bh // options.plan.H
     h = bh % options.plan.H
-    return Program(bh // options.plan.H, h, h // options.plan.G, n.rows - 1 - place)
+    return Program(b, h, h // options.plan.G, row)
 
 
 @triton.jit
@@ -72,11 +74,13 @@ def place_by_key(n, options: tl.constexpr):
     """The `Program` for one tile of keys; ``h`` has a meaning only if ``options.splits_groups``."""
     place, bh = locate(n)
     if options.splits_groups:
+        b = bh // options.plan.H
         h = bh % options.plan.H
-        program = Program(bh // options.plan.H, h, h // options.plan.G, place)
+        program = Program(b, h, h // options.plan.G, place)
     else:
+        b = bh // options.plan.K
         k = bh % options.plan.K
-        program = Program(bh // options.plan.K, k, k, place)
+        program = Program(b, k, k, place)
     return program
 
 

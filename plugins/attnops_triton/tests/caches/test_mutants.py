@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from triton_mistakes import with_mistakes
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
@@ -98,18 +98,6 @@ SLOW = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Mistaken(KernelFunction):
-    """A kernel whose text is interpreted with one text in place of another."""
-
-    old: str
-    new: str
-
-    @property
-    def text(self) -> str:
-        return super().text.replace(self.old, self.new)
-
-
 @pytest.mark.slow
 def test_without_a_mistake_a_step_that_fills_a_row_is_right() -> None:
     compiled(STEP)()
@@ -123,7 +111,7 @@ def test_a_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     def mutated(kernel: KernelFunction, *given: Any) -> None:
         found.append(old in kernel.text)
-        run(Mistaken(kernel.function, kernel.arrays, kernel.sizes, kernel.options, old, new), *given)
+        run(with_mistakes(kernel, old, new) if found[-1] else kernel, *given)
 
     monkeypatch.setattr(interpreter, "run_on_host", mutated)
     with pytest.raises(AssertionError):

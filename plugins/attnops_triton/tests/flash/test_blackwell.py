@@ -20,12 +20,12 @@ from specialised_kernels import (
     documents,
     is_noticed,
     launched,
-    mistaken,
     names_of_simulated,
     specialised,
     told,
 )
 from triton_assemblers import ASSEMBLERS
+from triton_mistakes import with_mistakes
 
 from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.biases import ALiBi, alibi_slopes
@@ -38,7 +38,7 @@ from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import interpreter, simulator
 from attnops_triton.language.build import build
 from attnops_triton.language.launch import recording
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import AnyKernel
 from attnops_triton.targets import SHARED_MEMORY, target
 
 FORWARD = [
@@ -172,10 +172,10 @@ def test_the_simulator_notices_mistakes_with_blackwells_backward(
     replaced: list[str] = []
     real = simulator.simulate
 
-    def changed(given: KernelSource, integers: Any, programs: int, *arrays: Any) -> None:
+    def changed(given: AnyKernel, integers: Any, programs: int, *arrays: Any) -> None:
         if kernel and given.name == f"attnops_flash_backward_{kernel}":
             replaced.append(given.name)
-            given = dataclasses.replace(given, text=mistaken(given.text, *pairs))
+            given = with_mistakes(given, *pairs)
         # The rows of the first program are the last ones.
         real(given, integers, programs if given.name == "attnops_flash_forward" else 1, *arrays)
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
 from attnops_triton.flash.blackwell import backward as blackwell
-from attnops_triton.flash.hopper import backward as hopper
+from attnops_triton.flash.hopper import by_key as hopper_by_key
+from attnops_triton.flash.hopper import by_query as hopper_by_query
+from attnops_triton.flash.hopper.options import HopperOptions
 from attnops_triton.flash.kernels.backward import attnops_flash_backward_key, attnops_flash_backward_query
 from attnops_triton.flash.launch import launch, schedule_operands, schedule_sizes, sizes_by_key, sizes_by_query
 from attnops_triton.flash.operands import Arrays, Operand, score_operands
@@ -95,18 +97,20 @@ def _by_query(
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
-        if plan.by_query.specialised:
-            module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-            write, programs = module.write_by_query(plan, operands, schedule)
+        if plan.by_query.specialised and plan.arch in TENSOR_MEMORY:
+            write, programs = blackwell.write_by_query(plan, operands, schedule)
             outputs["scratch"] = write.scratch(programs)
             name = "attnops_flash_backward_query"
             results = launch_source(plan, plan.by_query, write, name, operands, outputs, programs)
         else:
             sizes, programs = sizes_by_query(plan, plan.by_query)
+            function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
+            if plan.by_query.specialised:
+                function = hopper_by_query.attnops_flash_backward_query
+                options |= {"kind": HopperOptions, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
             results = launch(
-                plan, plan.by_query, attnops_flash_backward_query, operands, outputs, programs,
-                sizes | schedule_sizes(schedule), **_differentiates(plan, schedule, wanted),
-            )  # fmt: skip
+                plan, plan.by_query, function, operands, outputs, programs, sizes | schedule_sizes(schedule), **options
+            )
         results.pop("scratch", None)
         return tuple(results.values())
 
@@ -165,19 +169,26 @@ def _run_by_key(
     shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
     outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
     outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
-    name = "attnops_flash_backward" if added else "attnops_flash_backward_key"
     aliases = dict(zip(added, (x.name for x in before), strict=True))
-    if plan.by_key.specialised:
-        module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-        write, programs = module.write_by_key(plan, operands, schedule, padded)
+    if plan.by_key.specialised and plan.arch in TENSOR_MEMORY:
+        write, programs = blackwell.write_by_key(plan, operands, schedule, padded)
         outputs["scratch"] = write.scratch(programs)
+        name = "attnops_flash_backward_key"
         results = launch_source(plan, plan.by_key, write, name, operands, outputs, programs, aliases)
     else:
         sizes, programs = sizes_by_key(plan, plan.by_key)
+        function, options = attnops_flash_backward_key, _differentiates(plan, schedule, wanted)
+        options |= {"transposed": True, "flat": _is_flat(plan, arrays, schedule, wanted)}
+        if plan.by_key.specialised:
+            function = hopper_by_key.attnops_flash_backward if added else hopper_by_key.attnops_flash_backward_key
+            by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
+            # A copy of half the columns of keys is needed where their buffer can't be sliced.
+            maps = 5 + 2 * by_map + (0 if not added else 1 if plan.D >= 128 else 2)
+            options |= {"kind": HopperOptions, "maps": maps, "fuses_dq": bool(added)}
+            sizes |= {"padded": padded, "statistics_rows": plan.B * plan.H * 2}
         results = launch(
-            plan, plan.by_key, attnops_flash_backward_key, operands, outputs, programs,
-            sizes | schedule_sizes(schedule), transposed=True, flat=_is_flat(plan, arrays, schedule, wanted),
-            **_differentiates(plan, schedule, wanted),
+            plan, plan.by_key, function, operands, outputs, programs, sizes | schedule_sizes(schedule), aliases,
+            **options,
         )  # fmt: skip
     results.pop("scratch", None)
     if plan.splits_groups:
@@ -191,10 +202,13 @@ def _is_flat(plan: FlashPlan, arrays: Arrays, schedule: TileSchedule, wanted: tu
     """Whether the kernel by keys has one loop over both heads and tiles.
 
     It costs 2 to 4 % more instructions. It is used where nested loops would spill registers between heads: with sums in
-    tensor memory, and with a separate loop over PARTIAL tiles.
+    tensor memory, and with a separate loop over PARTIAL tiles. Specialised kernels have it wherever heads have the same
+    tiles.
     """
     has_two_loops = not is_even(plan, plan.by_key) or schedule.constant is None
     spills = plan.arch in TENSOR_MEMORY or (known(plan.arch) in ("sm_80", "gfx942") and has_two_loops)
+    if plan.by_key.specialised:
+        return plan.G > 1 and not plan.splits_groups and schedule.map_shape[1] == 1
     heads_are_alike = schedule.map_shape[1] == 1 and not wanted
     heads_are_alike &= all(x.shape[1] == 1 for x in (*arrays.mask, *arrays.bias))
     return spills and plan.G > 1 and not plan.splits_groups and heads_are_alike

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
 from attnops_triton.flash.blackwell import forward as blackwell
-from attnops_triton.flash.hopper import forward as hopper
+from attnops_triton.flash.hopper.forward import attnops_flash_forward as hopper
+from attnops_triton.flash.hopper.options import HopperOptions
 from attnops_triton.flash.kernels.forward import attnops_flash_forward
 from attnops_triton.flash.launch import launch, schedule_operands, schedule_sizes, sizes_by_query
 from attnops_triton.flash.operands import Arrays, Operand, score_operands
@@ -54,15 +55,17 @@ def forward(
         "m_out": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
         "log2_sum_out": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
-    if plan.forward.specialised:
-        module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-        write, programs = module.write_forward(plan, operands, schedule)
+    if plan.forward.specialised and plan.arch in TENSOR_MEMORY:
+        write, programs = blackwell.write_forward(plan, operands, schedule)
         outputs["scratch"] = write.scratch(programs)
         results = launch_source(plan, plan.forward, write, "attnops_flash_forward", operands, outputs, programs)
     else:
         sizes, programs = sizes_by_query(plan, plan.forward)
+        function, options = attnops_flash_forward, {}
+        if plan.forward.specialised:
+            function, options = hopper, {"kind": HopperOptions, "maps": 4}
         results = launch(
-            plan, plan.forward, attnops_flash_forward, operands, outputs, programs, sizes | schedule_sizes(schedule),
-            map_by_head=schedule.map_shape[1] > 1,
+            plan, plan.forward, function, operands, outputs, programs, sizes | schedule_sizes(schedule),
+            map_by_head=schedule.map_shape[1] > 1, **options,
         )  # fmt: skip
     return results["out"], results["m_out"], results["log2_sum_out"]

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import linecache
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
 from attnops_triton.language.source import AnyKernel, KernelFunction, KernelSource
@@ -26,12 +27,18 @@ def function(kernel: AnyKernel) -> tuple[Function, dict[str, Function]]:
     # The combine functions of `tl.max` and `tl.sum`, which can't be interpreted in a process that compiles kernels too.
     standard = tl.standard
     names = {"tl": tl, "largest": standard._elementwise_max, "total": standard._sum_combine}
-    if isinstance(kernel, KernelFunction):
-        for each in kernel.reachable.values():
-            names = each.fn.__globals__ | names
-        names = {name: x for name, x in names.items() if name not in kernel.reachable}
-    found = functions(kernel, names)
+    found = functions(kernel, surroundings(kernel) | names)
     return found[kernel.name], found
+
+
+def surroundings(kernel: AnyKernel) -> dict[str, Any]:
+    """The globals of a kernel's functions, without these functions."""
+    if isinstance(kernel, KernelSource):
+        return {}
+    names: dict[str, Any] = {}
+    for each in kernel.reachable.values():
+        names |= each.fn.__globals__
+    return {name: x for name, x in names.items() if name not in kernel.reachable}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -54,12 +61,17 @@ def functions(kernel: AnyKernel, names: dict[str, Any]) -> dict[str, Function]:
         kernel: the kernel.
         names: what its text refers to; the functions are added.
     """
-    file = f"<{kernel.name} {hashlib.sha256(kernel.text.encode()).hexdigest()[:12]}>"
-    linecache.cache[file] = (len(kernel.text), None, kernel.text.splitlines(keepends=True), file)
     names["__name__"] = "attnops_triton.kernels"
     known = {*names}
-    exec(compile(kernel.text, file, "exec"), names)
+    exec(_code(kernel.name, kernel.text), names)
     return {name: x for name, x in names.items() if name not in known and name != "__builtins__"}
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(name: str, text: str) -> CodeType:
+    file = f"<{name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return compile(text, file, "exec")
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from attnops_triton.language.compat import function
-from attnops_triton.language.source import AnyKernel, KernelSource
+from attnops_triton.language.source import AnyKernel
 
 if TYPE_CHECKING:
     from attnops.typing import Function, NumpyArray, PyTree
@@ -54,7 +54,7 @@ def run_on_host(
     kernel: AnyKernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
 ) -> None:
     """Interpret a kernel, which writes to ``results``."""
-    if isinstance(kernel, KernelSource) and kernel.gluon:
+    if kernel.gluon:
         from attnops_triton.language.simulator import simulate
 
         simulate(kernel, integers, programs, arrays, results)
@@ -73,11 +73,11 @@ def run_on_host(
         called, helpers = function(kernel)
         values = dict(zip(kernel.pointers, map(Buffer, (*arrays, *results)), strict=True))
         values |= dict(zip(kernel.integers, integers, strict=True))
-        given = [_undecorated(x, helpers) for x in kernel.arguments(values)]
+        given = [undecorated(x, helpers) for x in kernel.arguments(values)]
         interpreter.InterpretedFunction(called).run(*given, grid=(programs,), warmup=False)
 
 
-def _undecorated(options: Any, helpers: dict[str, Function]) -> Any:
+def undecorated(options: Any, helpers: dict[str, Function]) -> Any:
     """Options, with undecorated functions in place of those for the compiler."""
     if not dataclasses.is_dataclass(options) or isinstance(options, type):
         return options

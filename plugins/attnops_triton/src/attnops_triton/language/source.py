@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import inspect
 import re
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 
 @dataclasses.dataclass(frozen=True)
 class KernelFunction:
-    """A kernel that is a function in Triton's language, and its options.
+    """A kernel that is a function in Triton's language or in Gluon, and its options.
 
     The function has three parameters: arrays, integers, and options, a `tl.constexpr`.
 
@@ -22,14 +23,19 @@ class KernelFunction:
         arrays: the first argument with names in place of pointers, inputs first: nested tuples, None for absent arrays.
         sizes: the second argument with names in place of integers.
         options: the third argument, a frozen dataclass; functions among its fields are `triton.JITFunction`s too.
+        scratch: bytes of scratch memory per program; the last pointer is to that of all programs.
     """
 
     function: Any
     arrays: tuple[Any, ...]
     sizes: tuple[Any, ...]
     options: Any
-    gluon = False
-    scratch = 0
+    scratch: int = 0
+
+    @property
+    def gluon(self) -> bool:
+        """Whether it is written in Gluon rather than in Triton's language."""
+        return bool(self.function.is_gluon())
 
     @property
     def name(self) -> str:
@@ -66,22 +72,20 @@ class KernelFunction:
     def reachable(self) -> dict[str, Any]:
         """The functions that it calls, and itself, by name, without Triton's own; each after those that it calls."""
         found: dict[str, Any] = {}
-        visited: set[Any] = set()
 
         def visit(function: Any) -> None:
-            # The names of a function's attributes are among its names: it may seem to call itself.
-            if not hasattr(function, "fn") or function.fn.__module__.startswith("triton.") or function.fn in visited:
+            if not hasattr(function, "fn") or function.fn.__module__.startswith("triton."):
                 return
-            visited.add(function.fn)
-            for name in function.fn.__code__.co_names:
-                visit(function.fn.__globals__.get(name))
+            for each in dis.get_instructions(function.fn):
+                if each.opname == "LOAD_GLOBAL":
+                    visit(function.fn.__globals__.get(each.argval))
             found[function.fn.__name__] = function
 
         for function in (*vars(self.options).values(), self.function):
             visit(function)
         return found
 
-    @property
+    @functools.cached_property
     def text(self) -> str:
         """The source of all `reachable` functions, without decorators."""
         sources = (inspect.getsource(x.fn) for x in self.reachable.values())

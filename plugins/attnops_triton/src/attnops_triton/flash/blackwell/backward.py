@@ -16,7 +16,6 @@ import re
 from typing import ClassVar, Final
 
 from attnops_triton.flash.blackwell.forward import COLUMNS, ROWS, moved
-from attnops_triton.flash.hopper.backward import share_statistics
 from attnops_triton.flash.hopper.partitions import Partition, PartitionedWriter, TokenBlock
 from attnops_triton.flash.loops import place_by_key, place_by_query
 from attnops_triton.flash.operands import Operand
@@ -331,3 +330,22 @@ def _multiply(
     with write.block("if done > 0:"):
         halves("dp", for_scores, "before", by_scores, "(done - 1)", "ds")
     write("tcgen05_commit(finished.index(0))")
+
+
+def share_statistics(writer: PartitionedWriter, padded: int) -> None:
+    """Write the tensor map and the buffers of the statistics, which are copied together with the tiles of ``q``."""
+    plan, bq = writer.plan, writer.tile.bq
+    writer.maps += 1
+    writer.integer("padded", padded)
+    writer.integer("statistics_rows", plan.B * plan.H * 2)
+    writer(
+        "statistics_layout: tl.constexpr = tl.NVMMASharedLayout(0, 32, 2)",
+        "statistics_map = tma.make_tensor_descriptor(statistics_ptr, [statistics_rows, padded], [padded, 1], "
+        f"[2, {bq}], statistics_layout)",
+        f"statistics_tile = tl.allocate_shared_memory(tl.float32, [{writer.stages}, 2, {bq}], statistics_layout)",
+    )
+    writer.companions["q"] = (
+        f"tma.async_load(statistics_map, [(b * {plan.H} + h) * 2, q0], q_ready.index(stage), "
+        "statistics_tile.index(stage))",
+        2 * 4 * bq,
+    )

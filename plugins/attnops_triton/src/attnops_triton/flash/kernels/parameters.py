@@ -20,6 +20,10 @@ from attnops_triton.language.translate import mask_function, score_function, sco
 _WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
 
 
+# Inputs without a head axis after the batch axis.
+_WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
+
+
 class Pointers(NamedTuple):
     """The first parameter: pointers, inputs before outputs; None or empty for arrays that a call does not have.
 
@@ -293,10 +297,12 @@ class KernelOptions:
 
 
 def options_of(
-    plan: FlashPlan, tiles: TileSizes, operands: list[Operand], differentiates: bool = False, **others: Any
-) -> KernelOptions:
-    """The options of a kernel with these operands; ``differentiates``: whether it differentiates the bias; ``others``
-    are further fields.
+    plan: FlashPlan, tiles: TileSizes, operands: list[Operand], differentiates: bool = False,
+    kind: type[KernelOptions] = KernelOptions, **others: Any,
+) -> KernelOptions:  # fmt: skip
+    """The options of a kernel with these operands.
+
+    ``differentiates``: whether it differentiates the bias; ``kind``: their class; ``others``: further fields.
     """
     scoring, gluon = plan.scoring, tiles.specialised
     heads = [0 if x.name in _WITHOUT_HEADS else x.array.shape[1] for x in operands]
@@ -305,7 +311,7 @@ def options_of(
         plan, B=0, inner=0, T=0, S=0, forward=tiles, by_query=tiles, by_key=tiles, by_score=tiles, arch="",
         scoring=dataclasses.replace(scoring, mask=None, bias=None),
     )  # fmt: skip
-    return KernelOptions(
+    return kind(
         plan=bare, tiles=tiles, is_even=is_even(plan, tiles), scales_first=plan.scales_first,
         score_unit=plan.score_unit, has_bias=scoring.has_bias, splits_groups=plan.splits_groups,
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),

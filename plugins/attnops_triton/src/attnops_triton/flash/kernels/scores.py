@@ -50,11 +50,12 @@ class Scores(NamedTuple):
 @triton.jit
 def no_values(options: tl.constexpr):
     """`Values` before any are loaded."""
-    return Values(nothing(len(options.masks)), nothing(len(options.biases)), 0)
+    return Values(zero_each(len(options.masks)), zero_each(len(options.biases)), 0)
 
 
 @triton.jit
-def nothing(count: tl.constexpr):
+def zero_each(count: tl.constexpr):
+    """A 0 for each value."""
     zeros = ()
     for _ in tl.static_range(count):
         zeros = zeros + (0,)

@@ -285,8 +285,7 @@ def column(x, row, i):
     """The column of the tile ``i`` of a row."""
     if x.columns is not None:
         i = tl.load(row.columns + i)
-    # The interpreter's loops count in Python's integers.
-    return tl.cast(i, tl.int32)
+    return i
 
 
 @triton.jit
@@ -322,7 +321,8 @@ def place_tile(x, program, row, t, options: tl.constexpr):
     if options.flat:
         program = Program(program.b, program.k * options.plan.G + t % options.plan.G, program.k, program.row)
         i = t // options.plan.G
-    return column(x, row, i), program
+    # The interpreter's loops count in Python's integers.
+    return tl.cast(column(x, row, i), tl.int32), program
 
 
 @triton.jit

@@ -466,8 +466,8 @@ def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
     return _tensor(found)
 
 
-def _store(at: Pointer, values: Any, mask: Any = True) -> None:
-    mask, index, values = np.broadcast_arrays(mask, at.at, values)
+def _store(at: Pointer, values: Any, mask: Any = None) -> None:
+    mask, index, values = np.broadcast_arrays(True if mask is None else mask, at.at, values)
     at.array[index[mask]] = values[mask]
 
 

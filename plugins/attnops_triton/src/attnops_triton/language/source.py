@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import dis
 import functools
-import inspect
-import re
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -88,8 +86,7 @@ class KernelFunction:
     @functools.cached_property
     def text(self) -> str:
         """The source of all `reachable` functions, without decorators."""
-        sources = (inspect.getsource(x.fn) for x in self.reachable.values())
-        return "\n\n".join(source[re.search(r"^def ", source, re.MULTILINE).start() :] for source in sources)  # type: ignore[union-attr]
+        return "\n\n".join(x.src for x in self.reachable.values())
 
 
 def _leaves(names: Any) -> Iterator[str]:

@@ -9,8 +9,6 @@ order. They also compute the gradients of the values of an elementwise bias per 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from triton.language.standard import _sum_combine as total
@@ -28,49 +26,17 @@ from attnops_triton.flash.kernels.scores import (
 )
 from attnops_triton.flash.kernels.tokens import (
     Program,
-    column,
-    find_row,
-    full_tiles,
     keys,
     load_rows,
     load_statistic,
-    partial_tiles,
+    over_tiles,
     place_by_key,
     place_by_query,
     queries,
     store_rows,
     store_token,
+    zeros,
 )
-
-
-class Queries(NamedTuple):
-    """What the kernel by queries loads once.
-
-    Attributes:
-        q, d_out: the chunks of the rows of queries and of the output's cotangent.
-        m, log2_sum, delta: [bq].
-    """
-
-    q: Any
-    d_out: Any
-    m: Any
-    log2_sum: Any
-    delta: Any
-
-
-class QuerySums(NamedTuple):
-    """The sums of the kernel by queries: the chunks of dq, and the gradients of values of the bias, [bq] each."""
-
-    dq: Any
-    d_bias: Any
-
-
-class KeySums(NamedTuple):
-    """The sums of the kernel by keys: the chunks of dk and dv, and the gradients of values of the bias, [bk] each."""
-
-    dk: Any
-    dv: Any
-    d_bias: Any
 
 
 @triton.jit
@@ -86,52 +52,39 @@ def attnops_flash_backward_query(x, n, options: tl.constexpr):
     m = load_statistic(x.m, n, program, q, edge, float("inf"), options.layouts.m)
     log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
     delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
-    given = Queries(rows, d_out, m, log2_sum, delta)
-    sums = QuerySums(zeros(options.bq, options.chunks), no_bias_sums(options.bq, options))
-    row = find_row(x, n, program, options)
-    start, stop = full_tiles(x, n, row)
-    for i in range(start, stop):
-        sums = add_to_queries(x, n, program, q, given, values, sums, column(x, row, i), 0, options, False)
-    if x.ranges is not None or not options.is_even:
-        start, stop = partial_tiles(x, n, row)
-        for i in range(start, stop):
-            tile = column(x, row, i)
-            bits_at = 0
-            if x.words is not None:
-                bits_at = tl.load(x.first + row.index) + (i - start)
-            sums = add_to_queries(x, n, program, q, given, values, sums, tile, bits_at, options, True)
-    dq = scaled(sums.dq, options)
-    store_rows(x.dq, n, program, q, dq, options.plan.H, True, False, options.gradient_dtype, options)
+    given = (rows, d_out, m, log2_sum, delta)
+    sums = (zeros(options.bq, options.chunks), no_bias_sums(options.bq, options))
+    dq, d_bias = over_tiles(add_to_queries, sums, x, n, program, q, given, values, options)
+    store_rows(x.dq, n, program, q, dq, options.scale, options.plan.H, True, False, options.gradient_dtype, options)
     for i in tl.static_range(len(options.wanted)):
-        store_token(x.dq_bias[i], n, program, q, sums.d_bias[i], options)
+        store_token(x.dq_bias[i], n, program, q, d_bias[i], options)
 
 
 @triton.jit
 def add_to_queries(
-    x, n, program, q, given, values, sums, tile, bits_at, options: tl.constexpr, masked: tl.constexpr
+    sums, x, n, program, q, given, values, tile, bits_at, options: tl.constexpr, masked: tl.constexpr
 ):  # fmt: skip
-    """The `QuerySums` after a tile of keys."""
+    """The chunks of dq, and the gradients of values of the bias, [bq] each, after a tile of keys."""
+    rows, d_out, m, log2_sum, delta = given
     edge: tl.constexpr = masked and not options.is_even
     kv = keys(tile * options.bk, n, options)
     k = load_rows(x.k, n, program, kv, options.layouts.k.bit, False, False, edge, options)
     values = load_values(x, n, program, kv, values, "kv", edge, options)
-    s = product(given.q, k, options)
+    s = product(rows, k, options)
     v = load_rows(x.v, n, program, kv, options.layouts.v.bit, False, True, edge, options)
-    dp = product(given.d_out, v, options)
+    dp = product(d_out, v, options)
     scores = recompute_scores(x, n, program, q, kv, s, values, bits_at, masked, options)
-    p = weights(scores.s, given.m, given.log2_sum, options)
+    p = weights(scores.s, m, log2_sum, options)
     keep = True
     if x.dropout is not None:
         keep = dropout(values, kv, options)
-    ds = score_gradients(p, dp, given.delta, keep, scores.ok, masked, options)
+    ds = score_gradients(p, dp, delta, keep, scores.ok, masked, options)
     ds, d_values = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)
-    d_bias = ()
-    for i in tl.static_range(len(options.wanted)):
-        d_bias = d_bias + (sums.d_bias[i] + tl.reduce(d_values[i], 1, total),)
+    d_bias = add_bias(sums[1], d_values)
     if masked:
         if options.has_ok and options.has_fully_masked:
             k = zero_masked(k, scores.ok, 0, options)
-    return QuerySums(add_products(sums.dq, ds.to(options.dtype), k, options), d_bias)
+    return add_products(sums[0], ds.to(options.dtype), k, options), d_bias
 
 
 @triton.jit
@@ -150,50 +103,32 @@ def attnops_flash_backward_key(x, n, options: tl.constexpr):
         for g in range(0, options.plan.G):
             head = Program(program.b, program.k * options.plan.G + g, program.k, program.row)
             dk, dv = add_heads(x, n, head, kv, k, v, dk, dv, options)
-    dk = scaled(dk, options)
-    if options.splits_groups:
-        store_rows(x.dk, n, program, kv, dk, options.plan.H, True, False, tl.float32, options)
-        store_rows(x.dv, n, program, kv, dv, options.plan.H, True, True, tl.float32, options)
-    else:
-        store_rows(x.dk, n, program, kv, dk, options.plan.K, False, False, options.gradient_dtype, options)
-        store_rows(x.dv, n, program, kv, dv, options.plan.K, False, True, options.gradient_dtype, options)
+    heads: tl.constexpr = options.plan.H if options.splits_groups else options.plan.K
+    dtype: tl.constexpr = tl.float32 if options.splits_groups else options.gradient_dtype
+    store_rows(x.dk, n, program, kv, dk, options.scale, heads, options.splits_groups, False, dtype, options)
+    store_rows(x.dv, n, program, kv, dv, 1.0, heads, options.splits_groups, True, dtype, options)
 
 
 @triton.jit
 def add_heads(x, n, program, kv, k, v, dk, dv, options: tl.constexpr):
     """The sums after the program's query head, or all of its kv head if ``options.flat``."""
-    heads: tl.constexpr = options.plan.G if options.flat else 1
     values = load_values(x, n, program, kv, no_values(options), "", False, options)
     values = load_values(x, n, program, kv, values, "kv", not options.is_even, options)
-    sums = KeySums(dk, dv, no_bias_sums(options.bk, options))
-    row = find_row(x, n, program, options)
-    start, stop = full_tiles(x, n, row)
-    for t in range(start * heads, stop * heads):
-        sums = add_to_keys(x, n, program, kv, k, v, values, sums, row, start, t, options, False)
-    if x.ranges is not None or not options.is_even:
-        start, stop = partial_tiles(x, n, row)
-        for t in range(start * heads, stop * heads):
-            sums = add_to_keys(x, n, program, kv, k, v, values, sums, row, start, t, options, True)
+    sums = (dk, dv, no_bias_sums(options.bk, options))
+    dk, dv, d_bias = over_tiles(add_to_keys, sums, x, n, program, kv, (k, v), values, options)
     for i in tl.static_range(len(options.wanted)):
-        store_token(x.dk_bias[i], n, program, kv, sums.d_bias[i], options)
-    return sums.dk, sums.dv
+        store_token(x.dk_bias[i], n, program, kv, d_bias[i], options)
+    return dk, dv
 
 
 @triton.jit
 def add_to_keys(
-    x, n, program, kv, k, v, values, sums, row, start, t, options: tl.constexpr, masked: tl.constexpr
+    sums, x, n, program, kv, given, values, tile, bits_at, options: tl.constexpr, masked: tl.constexpr
 ):  # fmt: skip
-    """The `KeySums` after the tile of queries ``t`` of a row; if ``options.flat``, ``t`` counts the tile's heads."""
+    """The chunks of dk and dv, and the gradients of values of the bias, [bk] each, after a tile of queries."""
+    k, v = given
     edge: tl.constexpr = masked and not options.is_even
-    i = t
-    if options.flat:
-        program = Program(program.b, program.k * options.plan.G + t % options.plan.G, program.k, program.row)
-        i = t // options.plan.G
-    q = queries(column(x, row, i) * options.bq, n, options)
-    bits_at = 0
-    if masked:
-        if x.words is not None:
-            bits_at = tl.load(x.first + row.index) + (i - start)
+    q = queries(tile * options.bq, n, options)
     rows = load_rows(x.q, n, program, q, options.layouts.q.bit, True, False, edge, options)
     values = load_values(x, n, program, q, values, "q", edge, options)
     s = product(rows, k, options)
@@ -212,24 +147,13 @@ def add_to_keys(
     if x.dropout is not None:
         keep = dropout(values, kv, options)
         kept = tl.where(keep, p * options.kept, 0.0)
-    dv = add_products(sums.dv, kept.to(options.dtype), d_out, options)
+    dv = add_products(sums[1], kept.to(options.dtype), d_out, options)
     dp = product(d_out, v, options)
     delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
     ds = score_gradients(p, dp, delta, keep, scores.ok, masked, options)
     ds, d_values = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)
-    d_bias = ()
-    for i in tl.static_range(len(options.wanted)):
-        d_bias = d_bias + (sums.d_bias[i] + tl.reduce(d_values[i], 1, total),)
-    return KeySums(add_products(sums.dk, ds.to(options.dtype), rows, options), dv, d_bias)
-
-
-@triton.jit
-def zeros(rows: tl.constexpr, chunks: tl.constexpr):
-    """Sums for chunks, [rows, width] each."""
-    sums = ()
-    for i in tl.static_range(len(chunks)):
-        sums = sums + (tl.full([rows, chunks[i][1]], 0.0, tl.float32),)
-    return sums
+    d_bias = add_bias(sums[2], d_values)
+    return add_products(sums[0], ds.to(options.dtype), rows, options), dv, d_bias
 
 
 @triton.jit
@@ -251,9 +175,9 @@ def add_products(sums, a, chunks, options: tl.constexpr):
 
 
 @triton.jit
-def scaled(chunks, options: tl.constexpr):
-    """Chunks times the softmax scale."""
-    results = ()
-    for i in tl.static_range(len(chunks)):
-        results = results + (chunks[i] * options.scale,)
-    return results
+def add_bias(sums, d_values):
+    """Sums of gradients of values of the bias, with those of a tile."""
+    added = ()
+    for i in tl.static_range(len(sums)):
+        added = added + (sums[i] + tl.reduce(d_values[i], 1, total),)
+    return added

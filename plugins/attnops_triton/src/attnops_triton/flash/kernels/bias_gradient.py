@@ -66,8 +66,8 @@ def add_tile(x, n, program, q, kv, column, acc, options: tl.constexpr):
     if tl.load(at) > 0:
         bits_at = 0
         if x.numbers is not None:
-            at = base(x.numbers, n, program, n.rows, options.layouts.numbers, n.columns)
-            bits_at = tl.load(at + program.row * n.columns + column)
+            numbers = base(x.numbers, n, program, n.rows, options.layouts.numbers, n.columns)
+            bits_at = tl.load(numbers + program.row * n.columns + column)
         rows = load_rows(x.q, n, program, q, options.layouts.q.bit, True, False, True, options)
         d_out = load_rows(x.d_out, n, program, q, options.layouts.d_out.bit, True, True, True, options)
         values = load_values(x, n, program, q, no_values(options), "", False, options)

@@ -50,13 +50,16 @@ class Scores(NamedTuple):
 @triton.jit
 def no_values(options: tl.constexpr):
     """`Values` before any are loaded."""
-    masks = ()
-    for i in tl.static_range(len(options.masks)):
-        masks = masks + (0,)
-    biases = ()
-    for i in tl.static_range(len(options.biases)):
-        biases = biases + (0,)
-    return Values(masks, biases, 0)
+    return Values(zero_each(len(options.masks)), zero_each(len(options.biases)), 0)
+
+
+@triton.jit
+def zero_each(count: tl.constexpr):
+    """A 0 for each value."""
+    zeros = ()
+    for _ in tl.static_range(count):
+        zeros = zeros + (0,)
+    return zeros
 
 
 @triton.jit
@@ -85,57 +88,37 @@ def load_group(
     arrays, n, program, tokens, before, values: tl.constexpr, layouts: tl.constexpr, axis: tl.constexpr,
     edge: tl.constexpr, options: tl.constexpr,
 ):  # fmt: skip
-    """The values of a mask or bias: those of an axis, and the others of ``before``."""
+    """The values of a mask or bias, which broadcast to the tile: those of an axis, and the others of ``before``."""
     loaded = ()
     for i in tl.static_range(len(values)):
         if values[i].axis != axis:
-            loaded = loaded + (before[i],)
+            value = before[i]
         else:
-            loaded = loaded + (
-                load_value(arrays[i], n, program, tokens, values[i], layouts[i], axis, edge, options),
-            )
-    return loaded
-
-
-@triton.jit
-def load_value(
-    array, n, program, tokens, value: tl.constexpr, layout: tl.constexpr, axis: tl.constexpr, edge: tl.constexpr,
-    options: tl.constexpr,
-):  # fmt: skip
-    """A value, which broadcasts to the tile."""
-    if axis == "":
-        loaded = tl.load(base(array, n, program, 1, layout))
-    elif axis == "q":
-        loaded = by_query(load_token(array, n, program, tokens, layout, edge), options)
-    else:
-        loaded = by_key(load_token(array, n, program, tokens, layout, edge), options)
-    if value.is_bool:
-        loaded = loaded != 0
-    elif value.dtype is not None:
-        loaded = loaded.to(value.dtype)
+            if axis == "":
+                value = tl.load(base(arrays[i], n, program, 1, layouts[i]))
+            elif axis == "q":
+                value = by_query(load_token(arrays[i], n, program, tokens, layouts[i], edge), options)
+            else:
+                value = by_key(load_token(arrays[i], n, program, tokens, layouts[i], edge), options)
+            if values[i].is_bool:
+                value = value != 0
+            elif values[i].dtype is not None:
+                value = value.to(values[i].dtype)
+        loaded = loaded + (value,)
     return loaded
 
 
 @triton.jit
 def product(q, k, options: tl.constexpr):
     """The products of the rows of queries and of keys, summed over chunks."""
-    s = one_product(q[0], k[0], None, options)
-    for i in tl.static_range(1, len(q)):
-        s = one_product(q[i], k[i], s, options)
+    s = None
+    for i in tl.static_range(len(q)):
+        if options.transposed and not options.swaps:
+            s = tl.dot(k[i], tl.trans(q[i]), s, input_precision=options.precision)
+        else:
+            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=options.precision)
     if options.swaps:
         s = tl.trans(s)
-    return s
-
-
-@triton.jit
-def one_product(q, k, sums, options: tl.constexpr):
-    """The product of a chunk, added to ``sums`` unless None; [keys, queries] only if the product is not transposed
-    afterwards.
-    """
-    if options.transposed and not options.swaps:
-        s = tl.dot(k, tl.trans(q), sums, input_precision=options.precision)
-    else:
-        s = tl.dot(q, tl.trans(k), sums, input_precision=options.precision)
     return s
 
 
@@ -149,12 +132,9 @@ def at_score(array, n, program, q, kv, layout: tl.constexpr):
 @triton.jit
 def load_score(array, n, program, q, kv, other: tl.constexpr, layout: tl.constexpr, options: tl.constexpr):
     """The tile of an array [B or 1, H or 1, T, S]; ``other`` fills it beyond the ends."""
+    mask = None if options.is_even else (q.spread < n.T) & (kv.spread < n.S)
     at = at_score(array, n, program, q, kv, layout)
-    if options.is_even:
-        loaded = tl.load(at)
-    else:
-        loaded = tl.load(at, mask=(q.spread < n.T) & (kv.spread < n.S), other=other)
-    return loaded
+    return tl.load(at, mask=mask, other=None if options.is_even else other)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ Gluon kernels call these functions too. They make no tensors of a given shape, e
 """
 
 # Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM102
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ def place_by_query(n, options: tl.constexpr):
     The last rows come first, since they are the longest with a causal mask.
     """
     place, bh = locate(n)
+    row = n.rows - 1 - place
+    b = bh // options.plan.H
     h = bh % options.plan.H
-    return Program(bh // options.plan.H, h, h // options.plan.G, n.rows - 1 - place)
+    return Program(b, h, h // options.plan.G, row)
 
 
 @triton.jit
@@ -72,11 +74,13 @@ def place_by_key(n, options: tl.constexpr):
     """The `Program` for one tile of keys; ``h`` has a meaning only if ``options.splits_groups``."""
     place, bh = locate(n)
     if options.splits_groups:
+        b = bh // options.plan.H
         h = bh % options.plan.H
-        program = Program(bh // options.plan.H, h, h // options.plan.G, place)
+        program = Program(b, h, h // options.plan.G, place)
     else:
+        b = bh // options.plan.K
         k = bh % options.plan.K
-        program = Program(bh // options.plan.K, k, k, place)
+        program = Program(b, k, k, place)
     return program
 
 
@@ -182,67 +186,59 @@ def load_rows(
 
     ``edge``: whether tokens may be beyond the last one.
     """
-    chunks: tl.constexpr = options.value_chunks if of_value else options.chunks
-    dim: tl.constexpr = options.plan.Dv if of_value else options.plan.D
     heads: tl.constexpr = options.plan.H if by_query_head else options.plan.K
+    dim: tl.constexpr = options.plan.Dv if of_value else options.plan.D
     at = rows_at(array, n, program, tokens, bit, heads, by_query_head, dim)
     loaded = ()
-    for i in tl.static_range(len(chunks)):
+    for i in tl.static_range(len(options.value_chunks if of_value else options.chunks)):
         columns = columns_of(i, of_value, options)
-        if chunks[i][0] + chunks[i][1] > dim:
-            mask = columns < dim
-            if edge:
-                mask = (tokens.index < tokens.stop)[:, None] & mask
-            chunk = tl.load(at + columns, mask=mask, other=0.0)
-        elif edge:
-            chunk = tl.load(at + columns, mask=(tokens.index < tokens.stop)[:, None], other=0.0)
-        else:
-            chunk = tl.load(at + columns)
-        loaded = loaded + (chunk,)
+        mask = rows_mask(tokens, columns, i, of_value, edge, options)
+        loaded = loaded + (tl.load(at + columns, mask=mask, other=None if mask is None else 0.0),)
     return loaded
 
 
 @triton.jit
-def store_rows(
-    array, n, program, tokens, values, heads: tl.constexpr, by_query_head: tl.constexpr, of_value: tl.constexpr,
-    dtype: tl.constexpr, options: tl.constexpr,
+def rows_mask(
+    tokens, columns, i: tl.constexpr, of_value: tl.constexpr, edge: tl.constexpr, options: tl.constexpr
 ):  # fmt: skip
-    """Store chunks [n, width] in an array [B, length, heads, dim]; not for Gluon."""
+    """Which elements of a chunk exist, of tokens that may be beyond the last one if ``edge``; None if all do."""
     chunks: tl.constexpr = options.value_chunks if of_value else options.chunks
     dim: tl.constexpr = options.plan.Dv if of_value else options.plan.D
+    mask = None
+    if edge:
+        mask = (tokens.index < tokens.stop)[:, None]
+    if chunks[i][0] + chunks[i][1] > dim:
+        inside = columns < dim
+        mask = mask & inside if edge else inside
+    return mask
+
+
+@triton.jit
+def store_rows(
+    array, n, program, tokens, values, factor, heads: tl.constexpr, by_query_head: tl.constexpr,
+    of_value: tl.constexpr, dtype: tl.constexpr, options: tl.constexpr,
+):  # fmt: skip
+    """Store chunks [n, width], times a factor, in an array [B, length, heads, dim]; not for Gluon."""
+    dim: tl.constexpr = options.plan.Dv if of_value else options.plan.D
     at = rows_at(array, n, program, tokens, -1, heads, by_query_head, dim)
-    for i in tl.static_range(len(chunks)):
+    for i in tl.static_range(len(values)):
         columns = columns_of(i, of_value, options)
-        if chunks[i][0] + chunks[i][1] > dim:
-            mask = columns < dim
-            if not options.is_even:
-                mask = (tokens.index < tokens.stop)[:, None] & mask
-            tl.store(at + columns, values[i].to(dtype), mask=mask)
-        elif options.is_even:
-            tl.store(at + columns, values[i].to(dtype))
-        else:
-            tl.store(at + columns, values[i].to(dtype), mask=(tokens.index < tokens.stop)[:, None])
+        mask = rows_mask(tokens, columns, i, of_value, not options.is_even, options)
+        tl.store(at + columns, (values[i] * factor).to(dtype), mask=mask)
 
 
 @triton.jit
 def load_statistic(array, n, program, q, edge: tl.constexpr, other: tl.constexpr, layout: tl.constexpr):
     """A statistic of the backward pass per query, [bq]; ``other`` for queries beyond the last one."""
-    at = base(array, n, program, n.T, layout) + q.index
-    if edge:
-        loaded = tl.load(at, mask=q.index < n.T, other=other)
-    else:
-        loaded = tl.load(at)
-    return loaded
+    mask = q.index < n.T if edge else None
+    return tl.load(base(array, n, program, n.T, layout) + q.index, mask=mask, other=other if edge else None)
 
 
 @triton.jit
 def store_token(array, n, program, tokens, values, options: tl.constexpr):
     """Store an element per token in an array [B, H, T or S]."""
     at = base(array, n, program, tokens.stop, options.output) + tokens.index
-    if options.is_even:
-        tl.store(at, values)
-    else:
-        tl.store(at, values, mask=tokens.index < tokens.stop)
+    tl.store(at, values, mask=None if options.is_even else tokens.index < tokens.stop)
 
 
 @triton.jit
@@ -290,3 +286,49 @@ def column(x, row, i):
     if x.columns is not None:
         i = tl.load(row.columns + i)
     return i
+
+
+@triton.jit
+def over_tiles(
+    step: tl.constexpr, state, x, n, program, tokens, given, values, options: tl.constexpr
+):  # fmt: skip
+    """The state after the steps of the program's active tiles, FULL ones first; not for Gluon.
+
+    If ``options.flat``, each tile has a step for each of the kv head's query heads.
+    """
+    heads: tl.constexpr = options.plan.G if options.flat else 1
+    row = find_row(x, n, program, options)
+    start, stop = full_tiles(x, n, row)
+    for t in range(start * heads, stop * heads):
+        tile, here = place_tile(x, program, row, t, options)
+        state = step(state, x, n, here, tokens, given, values, tile, 0, options, False)
+    # Otherwise no tile is PARTIAL.
+    if x.ranges is not None or not options.is_even:
+        start, stop = partial_tiles(x, n, row)
+        for t in range(start * heads, stop * heads):
+            tile, here = place_tile(x, program, row, t, options)
+            bits_at = 0
+            if x.words is not None:
+                bits_at = tl.load(x.first + row.index) + (t // heads - start)
+            state = step(state, x, n, here, tokens, given, values, tile, bits_at, options, True)
+    return state
+
+
+@triton.jit
+def place_tile(x, program, row, t, options: tl.constexpr):
+    """The column of the tile at index ``t`` of a loop, and the `Program` of its head."""
+    i = t
+    if options.flat:
+        program = Program(program.b, program.k * options.plan.G + t % options.plan.G, program.k, program.row)
+        i = t // options.plan.G
+    # The interpreter's loops count in Python's integers.
+    return tl.cast(column(x, row, i), tl.int32), program
+
+
+@triton.jit
+def zeros(rows: tl.constexpr, chunks: tl.constexpr):
+    """Sums for chunks, [rows, width] each."""
+    sums = ()
+    for i in tl.static_range(len(chunks)):
+        sums = sums + (tl.full([rows, chunks[i][1]], 0.0, tl.float32),)
+    return sums

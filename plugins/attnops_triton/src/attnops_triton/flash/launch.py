@@ -47,7 +47,7 @@ def launch(
         outputs = {**outputs, "scratch": jax.ShapeDtypeStruct((programs * scratch,), jnp.int8)}
     batched = sum((x.array.shape[0] > 1) << i for i, x in enumerate(operands))
     sizes = {"T": plan.T, "S": plan.S, "batched": batched, **sizes}
-    if plan.scoring.mask is not None or plan.scoring.bias is not None:
+    if plan.scoring.mask is not None or plan.scoring.has_cap_or_bias:
         sizes["inner"] = plan.inner
     if not all(0 <= value < 1 << 31 for value in sizes.values()):
         raise ValueError(f"{sizes} must be integers of 32 bits")

@@ -100,10 +100,11 @@ def _by_query(
         sizes, programs = sizes_by_query(plan, plan.by_query)
         function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
         if plan.by_query.specialised:
-            function, kind = hopper_by_query.attnops_flash_backward_query, HopperOptions
+            options |= {"kind": HopperOptions, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
+            function = hopper_by_query.attnops_flash_backward_query
             if plan.arch in TENSOR_MEMORY:
-                function, kind = blackwell.attnops_flash_backward_query, BackwardOptions
-            options |= {"kind": kind, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
+                function = blackwell.attnops_flash_backward_query
+                options["kind"] = BackwardOptions
         results = launch(
             plan, plan.by_query, function, operands, outputs, programs, sizes | schedule_sizes(schedule), **options
         )
@@ -170,13 +171,14 @@ def _run_by_key(
     options |= {"transposed": True, "flat": _is_flat(plan, arrays, schedule, wanted)}
     if plan.by_key.specialised:
         function = hopper_by_key.attnops_flash_backward if added else hopper_by_key.attnops_flash_backward_key
-        kind: Any = HopperOptions
+        options["kind"] = HopperOptions
         if plan.arch in TENSOR_MEMORY:
-            function, kind = blackwell.attnops_flash_backward_key, BackwardOptions
+            function = blackwell.attnops_flash_backward_key
+            options["kind"] = BackwardOptions
         by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
         # A copy of half the columns of keys is needed where their buffer can't be sliced.
         maps = 5 + 2 * by_map + (0 if not added else 1 if plan.D >= 128 else 2)
-        options |= {"kind": kind, "maps": maps, "fuses_dq": bool(added)}
+        options |= {"maps": maps, "fuses_dq": bool(added)}
         sizes |= {"padded": padded, "statistics_rows": plan.B * plan.H * 2}
     results = launch(
         plan, plan.by_key, function, operands, outputs, programs, sizes | schedule_sizes(schedule), aliases,

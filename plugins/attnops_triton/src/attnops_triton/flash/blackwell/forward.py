@@ -186,7 +186,7 @@ def compute(group: gl.constexpr, x, n, program, tiles, shared, options: gl.const
     m = gl.full([options.rows], float("-inf"), gl.float32, options.row_layout)
     l = gl.full([options.rows], 0.0, gl.float32, options.row_layout)
     state = (m, l, 0)
-    m, l, phase = each_tile(step, state, group, x, n, program, tiles, shared, (q, values), options)
+    m, l, _ = each_tile(step, state, group, x, n, program, tiles, shared, (q, values), options)
     shared.m.index(group).store(m)
     shared.l.index(group).store(l)
     mbarrier.arrive(shared.ml_ready.index(group))

@@ -88,9 +88,7 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
     q = hold(x.q, n, program, options.layouts.q.bit, options)
     k = stream(x.k, n, program, options.layouts.k.bit, options)
     v = stream(x.v, n, program, options.layouts.v.bit, options)
-    shared = Shared(
-        first, q, make_barriers(2, 1), k, v, output_map(x.out, n, program, options), make_barriers(2, 1)
-    )
+    shared = Shared(first, q, make_barriers(2, 1), k, v, output_map(x.out, n, program, options), make_barriers(2, 1))
     mbarrier.arrive(shared.turn.index(0))
     gl.warp_specialize(
         [
@@ -126,12 +124,12 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
         s = new_product(shared.q.tile.index(group), shared.k.tile.index(0).permute([1, 0]), options)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(shared.k.free.index(0))
-        m, l, alpha, p = softmax(x, n, program, q, kv, s, m, l, found, options, masked)
+        m, l, _, p = softmax(x, n, program, q, kv, s, m, l, found, options, masked)
         state = State(m, l, acc, operand(p, options), 0, 0, 0)
         state = each_tile(step, state, group, x, n, program, tiles, shared, (q, values), options, 1)
         mbarrier.wait(shared.v.ready.index(state.stage), state.phase)
         acc = warpgroup_mma(state.w, shared.v.tile.index(state.stage), state.acc, is_async=True)
-        acc, w = warpgroup_mma_wait(0, deps=[acc, state.w])
+        acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
         m = state.m
         l = state.l
     m, l, factor, seen = denominator(x, n, program, m, l, options)
@@ -166,7 +164,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k.free.index(stage))
     m, l, alpha, p = softmax(x, n, program, q, kv, s, state.m, state.l, values, options, masked)
-    acc, w = warpgroup_mma_wait(0, deps=[acc, state.w])
+    acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
     mbarrier.arrive(v.free.index(before))
     acc = acc * gl.convert_layout(alpha, options.sums_row_layout)[:, None]
     return State(m, l, acc, operand(p, options), stage, phase, state.turn ^ 1)

@@ -20,10 +20,6 @@ from attnops_triton.language.translate import mask_function, score_function, sco
 _WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
 
 
-# Inputs without a head axis after the batch axis.
-_WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
-
-
 class Pointers(NamedTuple):
     """The first parameter: pointers, inputs before outputs; None or empty for arrays that a call does not have.
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import linecache
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from attnops_triton.language.source import AnyKernel, KernelFunction, KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import Function
-
-# Names that kernels use from Gluon's modules for Hopper and Blackwell.
-GLUON: Final = ("tma", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
-TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05_mma", "tcgen05_commit")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,21 +76,7 @@ def jit(kernel: AnyKernel) -> Any:
 
     if isinstance(kernel, KernelFunction):
         return kernel.function
-    return _gluon(kernel) if kernel.gluon else triton.JITFunction(function(kernel)[0])
-
-
-def _gluon(kernel: KernelSource) -> Any:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonJITFunction
-    from triton.experimental.gluon.language.nvidia import blackwell, hopper
-
-    standard = importlib.import_module("triton.language.standard")
-    names: dict[str, Any] = {"tl": gl, "largest": standard._elementwise_max, "total": standard._sum_combine}
-    names |= {name: getattr(hopper, name) for name in GLUON}
-    names |= {name: getattr(blackwell, name) for name in TENSOR_MEMORY}
-    compiled = {name: GluonJITFunction(x) for name, x in functions(kernel, names).items()}
-    names |= compiled
-    return compiled[kernel.name]
+    return triton.JITFunction(function(kernel)[0])
 
 
 def device_name() -> str:

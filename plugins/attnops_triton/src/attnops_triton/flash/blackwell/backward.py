@@ -97,7 +97,7 @@ class Products(NamedTuple):
 
 @gluon.jit
 def attnops_flash_backward_query(x, n, options: gl.constexpr):
-    """dq of a tile of queries."""
+    """Dq of a tile of queries."""
     program = place_by_query(n, options)
     first = program.row * options.rows
     q = hold(x.q, n, program, options.layouts.q.bit, options)
@@ -129,7 +129,7 @@ def attnops_flash_backward_query(x, n, options: gl.constexpr):
 
 @gluon.jit
 def attnops_flash_backward_key(x, n, options: gl.constexpr):
-    """dk and dv of a tile of keys."""
+    """Dk and dv of a tile of keys."""
     program = place_by_key(n, options)
     first = program.row * options.rows
     k = hold(x.k, n, program, options.layouts.k.bit, options)
@@ -273,7 +273,7 @@ def query_step(
 
 @gluon.jit
 def compute_by_key(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
-    """dk and dv; this partition computes half the columns of each tile."""
+    """Dk and dv; this partition computes half the columns of each tile."""
     n = moved_sizes(x, n, options, True)
     kv = tokens(shared.first, n.S, True, options)
     state = (0, 0, 0)
@@ -417,9 +417,7 @@ def multiply_tile(state, shared, options: gl.constexpr):
 @gluon.jit
 def multiply_gradients(shared, state, options: gl.constexpr):
     """The products of the gradients of scores of the tile before."""
-    multiply_halves(
-        shared.dp, shared.rings[0], state.before, shared.sums[0], shared.ds_ready, state.done - 1, options
-    )
+    multiply_halves(shared.dp, shared.rings[0], state.before, shared.sums[0], shared.ds_ready, state.done - 1, options)
 
 
 @gluon.jit

@@ -107,13 +107,13 @@ class State(NamedTuple):
 
 @gluon.jit
 def attnops_flash_backward_key(x, n, options: gl.constexpr):
-    """dk and dv of a tile of keys."""
+    """Dk and dv of a tile of keys."""
     by_key(x, n, options)
 
 
 @gluon.jit
 def attnops_flash_backward(x, n, options: gl.constexpr):
-    """dk and dv of a tile of keys; dq is added to."""
+    """Dk and dv of a tile of keys; dq is added to."""
     by_key(x, n, options)
 
 
@@ -161,7 +161,7 @@ def by_key(x, n, options: gl.constexpr):
 
 @gluon.jit
 def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
-    """dk and dv of half the keys."""
+    """Dk and dv of half the keys."""
     kv = tokens(shared.first + group * options.rows, n.S, True, options)
     mbarrier.wait(shared.held.index(group), 0)
     if options.fuses_dq:
@@ -276,9 +276,7 @@ def load_all(x, n, program, shared, statistics, options: gl.constexpr):
     if options.fuses_dq:
         if not options.slices_keys:
             load_columns(program, shared, options)
-    load(
-        x, n, program, shared.first, shared.held, (shared.k, shared.v), (shared.q, shared.d_out), statistics, options
-    )
+    load(x, n, program, shared.first, shared.held, (shared.k, shared.v), (shared.q, shared.d_out), statistics, options)
 
 
 @gluon.jit

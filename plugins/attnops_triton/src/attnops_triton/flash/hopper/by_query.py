@@ -57,7 +57,7 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def attnops_flash_backward_query(x, n, options: gl.constexpr):
-    """dq of a tile of queries."""
+    """Dq of a tile of queries."""
     program = place_by_query(n, options)
     first = program.row * (options.copies * options.rows)
     q = hold(x.q, n, program, options.layouts.q.bit, options)
@@ -81,7 +81,7 @@ def attnops_flash_backward_query(x, n, options: gl.constexpr):
 
 @gluon.jit
 def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
-    """dq of half the queries."""
+    """Dq of half the queries."""
     q = tokens(shared.first + group * options.rows, n.T, True, options)
     values = load_values(x, n, program, q, no_values(options), "", False, options)
     values = load_values(x, n, program, q, values, "q", not options.is_even, options)

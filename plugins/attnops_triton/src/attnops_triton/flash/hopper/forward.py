@@ -88,9 +88,7 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
     q = hold(x.q, n, program, options.layouts.q.bit, options)
     k = stream(x.k, n, program, options.layouts.k.bit, options)
     v = stream(x.v, n, program, options.layouts.v.bit, options)
-    shared = Shared(
-        first, q, make_barriers(2, 1), k, v, output_map(x.out, n, program, options), make_barriers(2, 1)
-    )
+    shared = Shared(first, q, make_barriers(2, 1), k, v, output_map(x.out, n, program, options), make_barriers(2, 1))
     mbarrier.arrive(shared.turn.index(0))
     gl.warp_specialize(
         [

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attnops_triton.flash.kernels.parameters import KernelOptions
 from attnops_triton.flash.kernels.scores import load_values, no_values
-from attnops_triton.flash.kernels.tokens import Program, Row, Tokens, column, find_row, full_tiles, partial_tiles
+from attnops_triton.flash.kernels.tokens import Program, Tokens, column, find_row, full_tiles, partial_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,9 +197,7 @@ def stream(array, n, program, bit: gl.constexpr, options: gl.constexpr):
 @gluon.jit
 def output_map(array, n, program, options: gl.constexpr):
     """The tensor map of an output."""
-    return make_map(
-        array, n, program, -1, not options.transposed, options.rows, options.plan.D, options.dtype, options
-    )
+    return make_map(array, n, program, -1, not options.transposed, options.rows, options.plan.D, options.dtype, options)
 
 
 @gluon.jit
@@ -344,9 +342,7 @@ def load_held(program, first, ready, held, options: gl.constexpr):
     for half in gl.static_range(copies):
         mbarrier.expect(ready.index(half), len(held) * options.rows * options.plan.D * options.itemsize)
         for i in gl.static_range(len(held)):
-            tma.async_load(
-                held[i].map, [first + half * options.rows, at], ready.index(half), held[i].tile.index(half)
-            )
+            tma.async_load(held[i].map, [first + half * options.rows, at], ready.index(half), held[i].tile.index(half))
 
 
 @gluon.jit

@@ -100,7 +100,8 @@ def _by_query(
         sizes, programs = sizes_by_query(plan, plan.by_query)
         function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
         if plan.by_query.specialised:
-            function, kind = hopper_by_query.attnops_flash_backward_query, HopperOptions
+            function = hopper_by_query.attnops_flash_backward_query
+            kind: Any = HopperOptions
             if plan.arch in TENSOR_MEMORY:
                 function, kind = blackwell.attnops_flash_backward_query, BackwardOptions
             options |= {"kind": kind, "maps": 4 + (plan.gradient_dtype == plan.dtype)}

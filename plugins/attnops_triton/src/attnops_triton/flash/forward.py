@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -56,7 +58,7 @@ def forward(
         "log2_sum_out": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
     sizes, programs = sizes_by_query(plan, plan.forward)
-    function, options = attnops_flash_forward, {}
+    function, options = attnops_flash_forward, dict[str, Any]()
     if plan.forward.specialised:
         function, options = hopper, {"kind": HopperOptions, "maps": 4}
         if plan.arch in TENSOR_MEMORY:

@@ -46,7 +46,7 @@ def attnops_flash_backward_query(x, n, options: tl.constexpr):
     program = place_by_query(n, options)
     q = queries(program.row * options.bq, n, options)
     given, values = load_queries(x, n, program, q, edge, options)
-    sums = (zeros(options.bq, options.chunks), no_bias_sums(options.bq, options))
+    sums = (zeros(options.bq, False, options), no_bias_sums(options.bq, options))
     dq, d_bias = over_tiles(add_to_queries, sums, x, n, program, q, given, values, options)
     store_rows(x.dq, n, program, q, dq, options.scale, options.plan.H, True, False, options.gradient_dtype, options)
     for i in tl.static_range(len(options.wanted)):
@@ -111,8 +111,8 @@ def attnops_flash_backward_key(x, n, options: tl.constexpr):
     kv = keys(program.row * options.bk, n, options)
     k = load_rows(x.k, n, program, kv, options.layouts.k.bit, False, False, edge, options)
     v = load_rows(x.v, n, program, kv, options.layouts.v.bit, False, True, edge, options)
-    dk = zeros(options.bk, options.chunks)
-    dv = zeros(options.bk, options.value_chunks)
+    dk = zeros(options.bk, False, options)
+    dv = zeros(options.bk, True, options)
     if options.splits_groups or options.flat:
         dk, dv = add_heads(x, n, program, kv, k, v, dk, dv, options)
     else:

@@ -107,17 +107,24 @@ class Sizes(NamedTuple):
     batches: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class ArrayLayout:
-    """An array [B or 1, heads, …].
+class ArrayLayout(int):
+    """An array [B or 1, heads, …]; an integer, since Triton passes integers on as compile-time values.
 
     Attributes:
         heads: H or 1; 0 for inputs of other layouts.
         bit: the place of its bit in ``Sizes.batched``; −1 for an output, which has a batch axis.
     """
 
-    heads: int
-    bit: int = -1
+    def __new__(cls, heads: int, bit: int = -1) -> ArrayLayout:
+        return super().__new__(cls, heads << 8 | (bit + 1))
+
+    @property
+    def heads(self) -> int:
+        return int(self) >> 8
+
+    @property
+    def bit(self) -> int:
+        return (int(self) & 255) - 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,7 +129,7 @@ def _kernel(
     """A kernel, and its integers by name."""
     names = [*arrays, *outputs]
     groups = {group: tuple(x for x in names if re.fullmatch(rf"{group}\d+", x)) for group in ("mask", "dense", "bias")}
-    single = {name: name for name in names if name in Arrays._fields}
+    single: dict[str, Any] = {name: name for name in names if name in Arrays._fields}
     sizes = {name: getattr(plan, name) for name in ("T", "S", "nq", "items", "pages", "blocks")}
     sizes |= {"keys": plan.key_axis, "splits": plan.tiles.splits}
     by_score = [*groups["dense"], *(x for x in names if x == "array")]

@@ -16,9 +16,8 @@ from attnops.kernels import TraceContext, equally_varying
 from attnops_triton.caches.plan import CachePlan, CacheTileSizes
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import FlashPlan, TileSizes
-from attnops_triton.flash.sizes import divisible
 from attnops_triton.language.build import Recipe
-from attnops_triton.language.source import AnyKernel, SourceWriter
+from attnops_triton.language.source import AnyKernel
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
@@ -62,16 +61,6 @@ def recording() -> Iterator[list[Launched]]:
     record = Recording()
     with _RECORD(record):
         yield record.launched
-
-
-def launch(
-    plan: FlashPlan, tiles: TileSizes, write: SourceWriter, name: str, operands: list[Operand],
-    outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, aliases: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, jax.Array]:  # fmt: skip
-    """Run a kernel of `attnops_triton.flash`; see `launch_any`."""
-    kernel = write.kernel(name, [f"{x}_ptr" for x in (*(o.name for o in operands), *outputs)])
-    integers = tuple(write.integers.values())
-    return launch_any(plan, tiles, kernel, integers, operands, outputs, programs, divisible(plan, tiles), aliases)
 
 
 def launch_any(

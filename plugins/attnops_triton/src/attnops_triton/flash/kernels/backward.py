@@ -45,15 +45,8 @@ def attnops_flash_backward_query(x, n, options: tl.constexpr):
     edge: tl.constexpr = not options.is_even
     program = place_by_query(n, options)
     q = queries(program.row * options.bq, n, options)
-    rows = load_rows(x.q, n, program, q, options.layouts.q.bit, True, False, edge, options)
-    d_out = load_rows(x.d_out, n, program, q, options.layouts.d_out.bit, True, True, edge, options)
-    values = load_values(x, n, program, q, no_values(options), "", False, options)
-    values = load_values(x, n, program, q, values, "q", edge, options)
-    m = load_statistic(x.m, n, program, q, edge, float("inf"), options.layouts.m)
-    log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
-    delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
-    given = (rows, d_out, m, log2_sum, delta)
-    sums = (zeros(options.bq, options.chunks), no_bias_sums(options.bq, options))
+    given, values = load_queries(x, n, program, q, edge, options)
+    sums = (zeros(options.bq, False, options), no_bias_sums(options.bq, options))
     dq, d_bias = over_tiles(add_to_queries, sums, x, n, program, q, given, values, options)
     store_rows(x.dq, n, program, q, dq, options.scale, options.plan.H, True, False, options.gradient_dtype, options)
     for i in tl.static_range(len(options.wanted)):
@@ -65,9 +58,38 @@ def add_to_queries(
     sums, x, n, program, q, given, values, tile, bits_at, options: tl.constexpr, masked: tl.constexpr
 ):  # fmt: skip
     """The chunks of dq, and the gradients of values of the bias, [bq] each, after a tile of keys."""
-    rows, d_out, m, log2_sum, delta = given
-    edge: tl.constexpr = masked and not options.is_even
     kv = keys(tile * options.bk, n, options)
+    edge: tl.constexpr = masked and not options.is_even
+    ds, scores, k, values = tile_gradients(x, n, program, q, kv, given, values, bits_at, edge, masked, options)
+    ds, d_values = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)
+    d_bias = add_bias(sums[1], d_values)
+    if masked:
+        if options.has_ok and options.has_fully_masked:
+            k = zero_masked(k, scores.ok, 0, options)
+    return add_products(sums[0], ds.to(options.dtype), k, options), d_bias
+
+
+@triton.jit
+def load_queries(x, n, program, q, edge: tl.constexpr, options: tl.constexpr):
+    """What is loaded once for a tile of queries: rows of queries and of the output's cotangent, the statistics, and the
+    `Values`.
+    """
+    rows = load_rows(x.q, n, program, q, options.layouts.q.bit, True, False, edge, options)
+    d_out = load_rows(x.d_out, n, program, q, options.layouts.d_out.bit, True, True, edge, options)
+    values = load_values(x, n, program, q, no_values(options), "", False, options)
+    values = load_values(x, n, program, q, values, "q", edge, options)
+    m = load_statistic(x.m, n, program, q, edge, float("inf"), options.layouts.m)
+    log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
+    delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
+    return (rows, d_out, m, log2_sum, delta), values
+
+
+@triton.jit
+def tile_gradients(
+    x, n, program, q, kv, given, values, bits_at, edge: tl.constexpr, masked: tl.constexpr, options: tl.constexpr
+):  # fmt: skip
+    """The gradients of a tile's scores, its `Scores`, the rows of its keys, and its `Values`."""
+    rows, d_out, m, log2_sum, delta = given
     k = load_rows(x.k, n, program, kv, options.layouts.k.bit, False, False, edge, options)
     values = load_values(x, n, program, kv, values, "kv", edge, options)
     s = product(rows, k, options)
@@ -78,13 +100,7 @@ def add_to_queries(
     keep = True
     if x.dropout is not None:
         keep = dropout(values, kv, options)
-    ds = score_gradients(p, dp, delta, keep, scores.ok, masked, options)
-    ds, d_values = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)
-    d_bias = add_bias(sums[1], d_values)
-    if masked:
-        if options.has_ok and options.has_fully_masked:
-            k = zero_masked(k, scores.ok, 0, options)
-    return add_products(sums[0], ds.to(options.dtype), k, options), d_bias
+    return score_gradients(p, dp, delta, keep, scores.ok, masked, options), scores, k, values
 
 
 @triton.jit
@@ -95,8 +111,8 @@ def attnops_flash_backward_key(x, n, options: tl.constexpr):
     kv = keys(program.row * options.bk, n, options)
     k = load_rows(x.k, n, program, kv, options.layouts.k.bit, False, False, edge, options)
     v = load_rows(x.v, n, program, kv, options.layouts.v.bit, False, True, edge, options)
-    dk = zeros(options.bk, options.chunks)
-    dv = zeros(options.bk, options.value_chunks)
+    dk = zeros(options.bk, False, options)
+    dv = zeros(options.bk, True, options)
     if options.splits_groups or options.flat:
         dk, dv = add_heads(x, n, program, kv, k, v, dk, dv, options)
     else:

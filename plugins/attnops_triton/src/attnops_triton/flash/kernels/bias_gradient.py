@@ -5,16 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnops_triton.flash.kernels.scores import (
-    dropout,
-    load_values,
-    no_values,
-    product,
-    recompute_scores,
-    score_gradients,
-    weights,
-)
-from attnops_triton.flash.kernels.tokens import Program, base, keys, load_rows, load_statistic, queries
+from attnops_triton.flash.kernels.backward import load_queries, tile_gradients
+from attnops_triton.flash.kernels.tokens import Program, base, keys, queries
 
 
 @triton.jit
@@ -68,22 +60,7 @@ def add_tile(x, n, program, q, kv, column, acc, options: tl.constexpr):
         if x.numbers is not None:
             numbers = base(x.numbers, n, program, n.rows, options.layouts.numbers, n.columns)
             bits_at = tl.load(numbers + program.row * n.columns + column)
-        rows = load_rows(x.q, n, program, q, options.layouts.q.bit, True, False, True, options)
-        d_out = load_rows(x.d_out, n, program, q, options.layouts.d_out.bit, True, True, True, options)
-        values = load_values(x, n, program, q, no_values(options), "", False, options)
-        values = load_values(x, n, program, q, values, "q", True, options)
-        m = load_statistic(x.m, n, program, q, True, float("inf"), options.layouts.m)
-        log2_sum = load_statistic(x.log2_sum, n, program, q, True, 0.0, options.layouts.log2_sum)
-        delta = load_statistic(x.delta, n, program, q, True, 0.0, options.layouts.delta)
-        k = load_rows(x.k, n, program, kv, options.layouts.k.bit, False, False, True, options)
-        values = load_values(x, n, program, kv, values, "kv", True, options)
-        s = product(rows, k, options)
-        v = load_rows(x.v, n, program, kv, options.layouts.v.bit, False, True, True, options)
-        dp = product(d_out, v, options)
-        scores = recompute_scores(x, n, program, q, kv, s, values, bits_at, True, options)
-        p = weights(scores.s, m, log2_sum, options)
-        keep = True
-        if x.dropout is not None:
-            keep = dropout(values, kv, options)
-        acc += score_gradients(p, dp, delta, keep, scores.ok, True, options)
+        given, values = load_queries(x, n, program, q, True, options)
+        ds, _, _, _ = tile_gradients(x, n, program, q, kv, given, values, bits_at, True, True, options)
+        acc += ds
     return acc

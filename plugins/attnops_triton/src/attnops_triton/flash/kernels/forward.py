@@ -43,7 +43,7 @@ def attnops_flash_forward(x, n, options: tl.constexpr):
     values = load_values(x, n, program, q, values, "q", not options.is_even, options)
     m = tl.full([options.bq], float("-inf"), tl.float32)
     l = tl.full([options.bq], 0.0, tl.float32)
-    acc = zeros(options.bq, options.value_chunks)
+    acc = zeros(options.bq, True, options)
     m, l, acc = over_tiles(attend, (m, l, acc), x, n, program, q, rows, values, options)
     m, l, factor, seen = denominator(x, n, program, m, l, options)
     store_rows(x.out, n, program, q, acc, factor[:, None], options.plan.H, True, True, options.out_dtype, options)

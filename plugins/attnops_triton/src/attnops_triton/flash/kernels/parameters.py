@@ -16,9 +16,6 @@ from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
 from attnops_triton.language.translate import mask_function, score_function, score_vjp_function
 
-# Inputs without a head axis after the batch axis.
-_WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
-
 
 class Pointers(NamedTuple):
     """The first parameter: pointers, inputs before outputs; None or empty for arrays that a call does not have.
@@ -106,17 +103,24 @@ class Sizes(NamedTuple):
     batches: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class ArrayLayout:
-    """An array [B or 1, heads, …].
+class ArrayLayout(int):
+    """An array [B or 1, heads, …]; an integer, since Triton passes integers on as compile-time values.
 
     Attributes:
         heads: H or 1; 0 for inputs of other layouts.
         bit: the place of its bit in ``Sizes.batched``; −1 for an output, which has a batch axis.
     """
 
-    heads: int
-    bit: int = -1
+    def __new__(cls, heads: int, bit: int = -1) -> ArrayLayout:
+        return super().__new__(cls, heads << 8 | (bit + 1))
+
+    @property
+    def heads(self) -> int:
+        return int(self) >> 8
+
+    @property
+    def bit(self) -> int:
+        return (int(self) & 255) - 1
 
 
 @dataclasses.dataclass(frozen=True)

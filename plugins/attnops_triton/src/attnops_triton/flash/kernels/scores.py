@@ -70,12 +70,8 @@ def load_values(
 
     ``edge``: whether tokens may be beyond the last one.
     """
-    masks = load_group(
-        x.mask, n, program, tokens, before.masks, options.masks, options.layouts.mask, axis, edge, options
-    )
-    biases = load_group(
-        x.bias, n, program, tokens, before.biases, options.biases, options.layouts.bias, axis, edge, options
-    )
+    masks = load_group(x.mask, n, program, tokens, before.masks, True, axis, edge, options)
+    biases = load_group(x.bias, n, program, tokens, before.biases, False, axis, edge, options)
     dropout = before.dropout
     if axis == "q":
         if x.dropout is not None:
@@ -85,26 +81,37 @@ def load_values(
 
 @triton.jit
 def load_group(
-    arrays, n, program, tokens, before, values: tl.constexpr, layouts: tl.constexpr, axis: tl.constexpr,
-    edge: tl.constexpr, options: tl.constexpr,
+    arrays, n, program, tokens, before, of_mask: tl.constexpr, axis: tl.constexpr, edge: tl.constexpr,
+    options: tl.constexpr,
 ):  # fmt: skip
-    """The values of a mask or bias, which broadcast to the tile: those of an axis, and the others of ``before``."""
+    """The values of the mask or the bias: those of an axis, and the others of ``before``."""
+    values: tl.constexpr = options.masks if of_mask else options.biases
     loaded = ()
     for i in tl.static_range(len(values)):
-        if values[i].axis != axis:
-            value = before[i]
+        if values[i].axis == axis:
+            loaded = loaded + (load_value(arrays[i], n, program, tokens, i, of_mask, edge, options),)
         else:
-            if axis == "":
-                value = tl.load(base(arrays[i], n, program, 1, layouts[i]))
-            elif axis == "q":
-                value = by_query(load_token(arrays[i], n, program, tokens, layouts[i], edge), options)
-            else:
-                value = by_key(load_token(arrays[i], n, program, tokens, layouts[i], edge), options)
-            if values[i].is_bool:
-                value = value != 0
-            elif values[i].dtype is not None:
-                value = value.to(values[i].dtype)
-        loaded = loaded + (value,)
+            loaded = loaded + (before[i],)
+    return loaded
+
+
+@triton.jit
+def load_value(
+    array, n, program, tokens, i: tl.constexpr, of_mask: tl.constexpr, edge: tl.constexpr, options: tl.constexpr
+):  # fmt: skip
+    """The value ``i`` of the mask or the bias, which broadcasts to the tile."""
+    value: tl.constexpr = options.masks[i] if of_mask else options.biases[i]
+    layout: tl.constexpr = options.layouts.mask[i] if of_mask else options.layouts.bias[i]
+    if value.axis == "":
+        loaded = tl.load(base(array, n, program, 1, layout))
+    elif value.axis == "q":
+        loaded = by_query(load_token(array, n, program, tokens, layout, edge), options)
+    else:
+        loaded = by_key(load_token(array, n, program, tokens, layout, edge), options)
+    if value.is_bool:
+        loaded = loaded != 0
+    elif value.dtype is not None:
+        loaded = loaded.to(value.dtype)
     return loaded
 
 

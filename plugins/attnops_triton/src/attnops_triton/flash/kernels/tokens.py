@@ -326,8 +326,9 @@ def place_tile(x, program, row, t, options: tl.constexpr):
 
 
 @triton.jit
-def zeros(rows: tl.constexpr, chunks: tl.constexpr):
-    """Sums for chunks, [rows, width] each."""
+def zeros(rows: tl.constexpr, of_value: tl.constexpr, options: tl.constexpr):
+    """Sums for the chunks of D or Dv, [rows, width] each."""
+    chunks: tl.constexpr = options.value_chunks if of_value else options.chunks
     sums = ()
     for i in tl.static_range(len(chunks)):
         sums = sums + (tl.full([rows, chunks[i][1]], 0.0, tl.float32),)

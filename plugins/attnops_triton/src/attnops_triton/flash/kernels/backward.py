@@ -176,7 +176,7 @@ def add_to_keys(
 def no_bias_sums(tokens: tl.constexpr, options: tl.constexpr):
     """Sums for the gradients of values of the bias, [tokens] each."""
     sums = ()
-    for i in tl.static_range(len(options.wanted)):
+    for _ in tl.static_range(len(options.wanted)):
         sums = sums + (tl.full([tokens], 0.0, tl.float32),)
     return sums
 

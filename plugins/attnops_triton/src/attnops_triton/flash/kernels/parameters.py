@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import triton.language as tl
@@ -15,6 +15,9 @@ from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
 from attnops_triton.language.translate import mask_function, score_function, score_vjp_function
+
+# Inputs without a head axis after the batch axis.
+_WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
 
 
 class Pointers(NamedTuple):

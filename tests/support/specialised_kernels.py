@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from triton_assemblers import ASSEMBLERS
+from triton_mistakes import with_mistakes
 
 from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
@@ -20,7 +20,7 @@ from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import interpreter, simulator
 from attnops_triton.language.launch import Launched
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import AnyKernel
 from attnops_triton.targets import SHARED_MEMORY, target
 
 NAME = "attnops-triton:flash"
@@ -36,7 +36,7 @@ def names_of_simulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = simulator.simulate
 
-    def recorded(kernel: KernelSource, *given: Any) -> None:
+    def recorded(kernel: AnyKernel, *given: Any) -> None:
         names.append(kernel.name)
         real(kernel, *given)
 
@@ -64,14 +64,6 @@ def launched(
     return kernels(both({"mask": mask, **options}, dropout_prob=0.1 * ("dropout_key" in options)), (q, k, k, q), arch)
 
 
-def mistaken(text: str, *pairs: str) -> str:
-    """The text with some parts replaced by others."""
-    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
-        assert old in text
-        text = text.replace(old, new)
-    return text
-
-
 def specialised(found: list[Launched]) -> list[bool]:
     return [each.tiles.specialised for each in found]
 
@@ -95,7 +87,7 @@ def is_noticed(arch: str, T: int, *pairs: str) -> bool:
     operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", interpret=True))
     with target(arch):
         (found,) = kernels(lambda *qkv: operation(*qkv).attention_outputs, (q, q, q), arch)
-    kernel = dataclasses.replace(found.recipe.kernel, text=mistaken(found.recipe.kernel.text, *pairs))
+    kernel = with_mistakes(found.recipe.kernel, *pairs)
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=(1, T, 1, 64)).astype(np.float32) for _ in range(3)]
     out = np.full((1, T, 1, 64), np.nan, np.float32)

@@ -1,8 +1,7 @@
-"""What the quick tests check notices mistakes in the kernels: each is planted in their text."""
+"""What the quick tests check notices mistakes in the kernels: each is planted in their source."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from triton_mistakes import with_mistakes
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
@@ -20,7 +20,7 @@ from attnops_testing.caches import cache_problem
 from attnops_testing.runner import Subject
 from attnops_triton.caches.tile_sizes import splits
 from attnops_triton.language import interpreter
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import KernelFunction
 
 SUBJECT = Subject(operation="attnops-triton:flash", platform="cuda", interpret=True)
 # The first two are those of `test_kernel.py`, which shows that they are right.
@@ -71,28 +71,30 @@ def full_row() -> Callable[[], None]:
     return check
 
 
-KEY_SCALE, VALUE_SCALE = (f"{name}_scale_ptr + (block * 2 + k) * 4 + within" for name in ("key", "value"))
+VALUE_FACTOR = "x.key_scale if options.is_latent else x.value_scale, program.k"
 QUICK = {
-    "a page is read one too far": (WINDOW, "page = slot // 4", "page = slot // 4 + 1"),
+    "a page is read one too far": (WINDOW, "page = slot // options.page", "page = slot // options.page + 1"),
     "masked scores are not": (WINDOW, 's = tl.where(ok, s, float("-inf"))', "pass"),
-    "a split is left out of the denominator": (PACKED, "mask=each < splits,", "mask=each < splits - 1,"),
-    "a split is left out of the sums": (PACKED, "mask=some < splits,", "mask=some < splits - 1,"),
-    "scales of keys are those of another head": (PACKED, KEY_SCALE, KEY_SCALE.replace(" + k", "")),
-    "scales of values are those of another token": (PACKED, VALUE_SCALE, f"{VALUE_SCALE} // 2 * 2"),
-    "scales by head are those of the first": (STEP, "value_scale_ptr + k", "value_scale_ptr + 0"),
-    "the last tile has no end": (STEP, "(slot < S)[None, :] & ", ""),
-}
+    "a split is left out of the denominator": (PACKED, "mask=each < n.splits,", "mask=each < n.splits - 1,"),
+    "a split is left out of the sums": (PACKED, "mask=some < n.splits,", "mask=some < n.splits - 1,"),
+    "scales of keys are those of another head": (PACKED, "(key_scales, tile, program.k,", "(key_scales, tile, 0,"),
+    "scales of values are those of another token": (
+        PACKED, "(value_scales, tile,", "(value_scales, tile._replace(within=tile.within // 2 * 2),"
+    ),
+    "scales by head are those of the first": (STEP, VALUE_FACTOR, f"{VALUE_FACTOR} * 0"),
+    "the last tile has no end": (STEP, "ok = (tile.slot < n.S)[None, :] & ok", "pass"),
+}  # fmt: skip
 SLOW = {
-    "pages are those of another row": (PACKED, "row.to(tl.int64) * pages", "(row * 0).to(tl.int64) * pages"),
-    "a tile of a split is left out": (STEP, "each = (stop - first + splits - 1)", "each = (stop - first)"),
+    "pages are those of another row": (PACKED, "row.to(tl.int64) * n.pages", "(row * 0).to(tl.int64) * n.pages"),
+    "a tile of a split is left out": (STEP, "each = (stop - first + n.splits - 1)", "each = (stop - first)"),
     "splits of packed rows are a tile apart": (PACKED, "(split + 1) * each", "(split + 1) * each - 1"),
     "splits have the weights of their own maximum": (PACKED, "tl.exp2((some_m - below)", "tl.exp2((some_m - some_m)"),
-    "the window begins a token late": (WINDOW, ">= mask2", "> mask2"),
-    "the sink is another head's": (WINDOW, "sinks_ptr + hr", "sinks_ptr + hr * 0"),
-    "padding gets an output": (PACKED, "stored = (qr < T) & seen_any", "stored = qr < T"),
-    "scales are left out": (STEP, "acc_0 = acc_0 * value_factor", "pass"),
-    "a new token is written a slot early": (STEP, "* S + new_slot", "* S + new_slot - 1"),
-    "a new token is read before it is written": (STEP, "range(new_from, new_to)", "range(new_from, new_from)"),
+    "the window begins a token late": (WINDOW, ">= values[2]", "> values[2]"),
+    "the sink is another head's": (WINDOW, "x.sinks + hr", "x.sinks + hr * 0"),
+    "padding gets an output": (PACKED, "stored = stored & seen_any", "pass"),
+    "scales are left out": (STEP, "acc = acc * value_factor", "pass"),
+    "a new token is written a slot early": (STEP, "* n.S + slot", "* n.S + slot - 1"),
+    "a new token is read before it is written": (STEP, "range(first, stop)", "range(first, first)"),
 }
 
 
@@ -107,9 +109,9 @@ def test_a_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> 
     problem, old, new = (QUICK | SLOW)[mistake]
     check, run, found = compiled(problem), interpreter.run_on_host, []
 
-    def mutated(kernel: KernelSource, *given: Any) -> None:
+    def mutated(kernel: KernelFunction, *given: Any) -> None:
         found.append(old in kernel.text)
-        run(dataclasses.replace(kernel, text=kernel.text.replace(old, new)), *given)
+        run(with_mistakes(kernel, old, new) if found[-1] else kernel, *given)
 
     monkeypatch.setattr(interpreter, "run_on_host", mutated)
     with pytest.raises(AssertionError):

@@ -20,25 +20,24 @@ from specialised_kernels import (
     documents,
     is_noticed,
     launched,
-    mistaken,
     names_of_simulated,
     specialised,
     told,
 )
 from triton_assemblers import ASSEMBLERS
+from triton_mistakes import with_mistakes
 
 from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
 from attnops_testing import attention, attention_gradients
 from attnops_triton.aot import compile_for, kernels
-from attnops_triton.flash import backend, plan
-from attnops_triton.flash.hopper.partitions import PartitionedWriter
+from attnops_triton.flash import backend, backward, plan
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import interpreter, simulator
 from attnops_triton.language.build import build
 from attnops_triton.language.launch import recording
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import AnyKernel
 from attnops_triton.targets import SHARED_MEMORY, target
 
 FORWARD = [
@@ -99,7 +98,7 @@ def test_simulated_blackwells_backward_is_right(
     if not options.pop("split", False):  # else groups are split, since programs are few
         monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
     if options.pop("apart", False):
-        monkeypatch.setattr(PartitionedWriter, "flat", False)
+        monkeypatch.setattr(backward, "_is_flat", lambda *_: False)
     run = names_of_simulated(monkeypatch)
     rng = np.random.default_rng(0)
     q, d_out = (rng.normal(size=(1, T, H, D)).astype(np.float32) for _ in range(2))
@@ -117,46 +116,51 @@ def test_simulated_blackwells_backward_is_right(
 
 def held_up(name: str, half: int) -> tuple[str, str]:
     """A replacement that makes one half later than the other."""
-    wait = f"mbarrier.wait({name}_ready.index(0), done & 1)\n"
+    wait = f"mbarrier.wait(shared.{name}_ready.index(0), done & 1)\n"
     return wait, wait.rstrip() + f"; group == {half} and pause()\n"
+
+
+def without_wait(half: int, name: str) -> tuple[str, ...]:
+    """Replacements without the wait for one half of the weights, ``w``, or of the gradients of scores, ``ds``."""
+    wait = "mbarrier.wait(ready.index(half), turn & 1)"
+    return (
+        f"shared.{name}_ready, ", f"(shared.{name}_ready, {half}), ", wait,
+        f"ready, late = ready if isinstance(ready, tuple) else (ready, None); half == late or {wait}",
+        "    for half in gl.static_range(2):\n        ready", "    given = ready\n"
+        "    for half in gl.static_range(2):\n        ready = given\n        ready",
+    )  # fmt: skip
 
 
 # By kernel.
 MISTAKES_OF_BACKWARD = {
-    "keys are not waited for": ("query", "mbarrier.wait(k_ready.index(stage), phase)", "pass"),
-    "values are not waited for": ("query", "mbarrier.wait(v_ready.index(stage), phase)", "pass"),
-    "queries are not waited for": ("query", "mbarrier.wait(held.index(0), 0)", "pass"),
-    "scores are not waited for": ("query", "mbarrier.wait(s_ready.index(done % 2), done // 2 & 1)", "pass"),
-    "dp is not waited for": ("query", "mbarrier.wait(dp_ready.index(0), done & 1)", "pass"),
-    "ds of a half is not waited for": (
-        "query", "mbarrier.wait(ds_ready.index(1), (done - 1) & 1)", "pass", *held_up("dp", 1)
-    ),
-    "ds never comes": ("query", "mbarrier.arrive(ds_ready.index(group))", "pass"),
-    "dq is not waited for": ("query", "mbarrier.wait(finished.index(0), 0)", "pass"),
-    "products of ds free nothing": ("query", "mbarriers=[k_free.index(before)]", "mbarriers=[]"),
-    "buffers are overwritten": ("query", "mbarrier.wait(k_free.index(stage), phase)", "pass"),
+    "keys are not waited for": ("query", "mbarrier.wait(ring.ready.index(stage), phase)", "pass"),
+    "values are not waited for": ("query", "mbarrier.wait(other.ready.index(stage), phase)", "pass"),
+    "queries are not waited for": ("query", "mbarrier.wait(shared.held_ready.index(0), 0)", "pass"),
+    "scores are not waited for": ("query", "mbarrier.wait(shared.s_ready.index(done % 2), done // 2 & 1)", "pass"),
+    "dp is not waited for": ("query", "mbarrier.wait(shared.dp_ready.index(0), done & 1)", "pass"),
+    "ds of a half is not waited for": ("query", *without_wait(1, "ds"), *held_up("dp", 1)),
+    "ds never comes": ("query", "mbarrier.arrive(shared.ds_ready.index(group))", "pass"),
+    "dq is not waited for": ("query", "mbarrier.wait(shared.finished.index(0), 0)", "pass"),
+    "products of ds free nothing": ("query", "mbarriers=[ring.free.index(stage)]", "mbarriers=[]"),
+    "buffers are overwritten": ("query", "mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "scores have one buffer": (
-        "query", "s_memory.index(done % 2)", "s_memory.index(0)",
+        "query", "shared.s.index(buffer)", "shared.s.index(0)", "half_of(shared.s, done % 2,", "half_of(shared.s, 0,",
         "done // 2 & 1)", "done // 2 & 1); pause()",
     ),
     "the phase of the ring stays": ("query", "phase = phase ^ 1", "pass"),
     "the logsumexp is not waited for": (
-        "key", "mbarrier.wait(q_ready.index(stage), phase)\n        lse", "lse",
-        "tma.async_load(statistics_map", "pause(); tma.async_load(statistics_map",
+        "key", "mbarrier.wait(shared.rings[0].ready.index(stage), phase)", "pass",
+        "tma.async_load(statistics.map", "pause(); tma.async_load(statistics.map",
     ),
-    "weights of a half are not waited for": (
-        "key", "mbarrier.wait(w_ready.index(0), done & 1)", "pass", *held_up("s", 0)
-    ),
-    "weights never come": ("key", "mbarrier.arrive(w_ready.index(group))", "pass"),
-    "cotangents are not waited for": ("key", "mbarrier.wait(d_out_ready.index(stage), phase)", "pass"),
-    "ds of a half of queries is not waited for": (
-        "key", "mbarrier.wait(ds_ready.index(0), (done - 1) & 1)", "pass", *held_up("dp", 0)
-    ),
-    "products of weights free nothing": ("key", "mbarriers=[d_out_free.index(stage)]", "mbarriers=[]"),
-    "queries are overwritten": ("key", "mbarrier.wait(q_free.index(stage), phase)", "pass"),
+    "weights of a half are not waited for": ("key", *without_wait(0, "w"), *held_up("s", 0)),
+    "weights never come": ("key", "mbarrier.arrive(shared.w_ready.index(group))", "pass"),
+    "cotangents are not waited for": ("key", "mbarrier.wait(other.ready.index(stage), phase)", "pass"),
+    "ds of a half of queries is not waited for": ("key", *without_wait(0, "ds"), *held_up("dp", 0)),
+    "products of weights free nothing": ("key", "mbarriers=[ring.free.index(stage)]", "mbarriers=[]"),
+    "queries are overwritten": ("key", "mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "queries are free before ds was multiplied": (
-        "key", "mbarriers=[s_ready.index(done % 1)]",
-        "mbarriers=[s_ready.index(done % 1), q_free.index(stage), q_free.index(stage)]",
+        "key", "mbarriers=[shared.s_ready.index(buffer)]",
+        "mbarriers=[shared.s_ready.index(buffer), ring.free.index(stage), ring.free.index(stage)]",
     ),
 }  # fmt: skip
 
@@ -172,10 +176,10 @@ def test_the_simulator_notices_mistakes_with_blackwells_backward(
     replaced: list[str] = []
     real = simulator.simulate
 
-    def changed(given: KernelSource, integers: Any, programs: int, *arrays: Any) -> None:
+    def changed(given: AnyKernel, integers: Any, programs: int, *arrays: Any) -> None:
         if kernel and given.name == f"attnops_flash_backward_{kernel}":
             replaced.append(given.name)
-            given = dataclasses.replace(given, text=mistaken(given.text, *pairs))
+            given = with_mistakes(given, *pairs)
         # The rows of the first program are the last ones.
         real(given, integers, programs if given.name == "attnops_flash_forward" else 1, *arrays)
 
@@ -200,36 +204,36 @@ def test_the_simulator_notices_mistakes_with_blackwells_backward(
 
 
 # Whoever multiplies comes late, so that the ring is filled again before.
-WEIGHTS_ARE_READY = "mbarrier.arrive(w_ready.index(half))"
-KEYS_ARE_READY = "mbarrier.wait(k_ready.index(stage), phase)"
+WEIGHTS_ARE_READY = "mbarrier.arrive(shared.w_ready.index(half))"
+KEYS_ARE_READY = "mbarrier.wait(k.ready.index(stage), phase)"
 HELD_UP_BY_KEYS = (KEYS_ARE_READY, f"pause(); {KEYS_ARE_READY}")
+SECOND_WEIGHTS = "mbarrier.wait(shared.w_ready.index(half), phase_of_weights)"
 MISTAKES_OF_FORWARD = {
-    "the sums are read before they are there": ("mbarrier.wait(done.index(half), 0)", "pass"),
-    "scores are read before they are computed": ("mbarrier.wait(s_ready.index(group), phase)", "pass"),
-    "scores are multiplied without keys": ("mbarrier.wait(k_ready.index(stage), phase)", "pass"),
-    "weights are multiplied without values": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
+    "the sums are read before they are there": ("mbarrier.wait(shared.done.index(half), 0)", "pass"),
+    "scores are read before they are computed": ("mbarrier.wait(shared.s_ready.index(group), phase)", "pass"),
+    "scores are multiplied without keys": ("mbarrier.wait(k.ready.index(stage), phase)", "pass"),
+    "weights are multiplied without values": ("mbarrier.wait(v.ready.index(before), phase_before)", "pass"),
     "weights are multiplied before they are there": (
-        "mbarrier.wait(w_ready.index(1), phase_of_weights)", "pass", "weights.store(",
-        "group == 1 and pause(); weights.store(",
+        SECOND_WEIGHTS, f"half == 1 or {SECOND_WEIGHTS}", "w.store(", "group == 1 and pause(); w.store(",
     ),
-    "queries are not waited for": ("mbarrier.wait(held.index(1), 0)", "pass"),
+    "queries are not waited for": ("mbarrier.wait(shared.held.index(1), 0)", "pass"),
     "sums are scaled before it is known by what": (
-        "mbarrier.wait(alpha_ready.index(half), phase)", "pass", "alpha_tile.index(group).store(alpha)",
-        "pause(); alpha_tile.index(group).store(alpha)",
+        "mbarrier.wait(shared.alpha_ready.index(half), phase)", "pass", "shared.alpha.index(group).store(alpha)",
+        "pause(); shared.alpha.index(group).store(alpha)",
     ),
     "weights are multiplied before sums are scaled": (
-        "        if t > 0:\n", f"        {WEIGHTS_ARE_READY}\n            pause()\n            if t > 0:\n"
+        "            if t > 0:\n", f"            {WEIGHTS_ARE_READY}\n            pause()\n            if t > 0:\n"
     ),
     "the last maximum is not waited for": (
-        "mbarrier.wait(ml_ready.index(half), 0)", "pass", "m_tile.index(group).store(m)",
-        "pause(); m_tile.index(group).store(m)",
+        "mbarrier.wait(shared.ml_ready.index(half), 0)", "pass", "shared.m.index(group).store(m)",
+        "pause(); shared.m.index(group).store(m)",
     ),
-    "weights never come": ("mbarrier.arrive(w_ready.index(group))", "pass"),
-    "it is never known by what sums are scaled": ("mbarrier.arrive(alpha_ready.index(group))", "pass"),
-    "products of scores tell nobody": ("mbarriers=[s_ready.index(0), k_free.index(stage)]", "mbarriers=[]"),
-    "products of values tell nobody": ("mbarriers=[v_free.index(before)]", "mbarriers=[]"),
-    "the last products tell nobody": ("mbarriers=[done.index(1)]", "mbarriers=[]"),
-    "buffers are overwritten": ("mbarrier.wait(k_free.index(stage), phase)", "pass", *HELD_UP_BY_KEYS),
+    "weights never come": ("mbarrier.arrive(shared.w_ready.index(group))", "pass"),
+    "it is never known by what sums are scaled": ("mbarrier.arrive(shared.alpha_ready.index(group))", "pass"),
+    "products of scores tell nobody": ("mbarriers=[shared.s_ready.index(half), k.free.index(stage)]", "mbarriers=[]"),
+    "products of values tell nobody": ("mbarriers=[v.free.index(before)]", "mbarriers=[]"),
+    "the last products tell nobody": ("mbarriers=[shared.done.index(half)]", "mbarriers=[shared.done.index(0)][half:]"),
+    "buffers are overwritten": ("mbarrier.wait(ring.free.index(stage), phase)", "pass", *HELD_UP_BY_KEYS),
     "the phase of the ring stays": ("phase = phase ^ 1", "pass", *HELD_UP_BY_KEYS),
 }  # fmt: skip
 QUICK = (None, "the sums are read before they are there")
@@ -281,7 +285,8 @@ def test_rows_without_tiles_are_zero() -> None:
     with target("sm_100"):
         (found,) = kernels(lambda *qkv: operation(*qkv).attention_outputs, (q, q, q), "sm_100")
     kernel = found.recipe.kernel
-    integers = tuple(0 if name == "count" else x for name, x in zip(kernel.integers, found.integers, strict=True))
+    tiles = ("full_start", "full_stop", "partial_start", "partial_stop")
+    integers = tuple(0 if name in tiles else x for name, x in zip(kernel.integers, found.integers, strict=True))
     out, m = np.full((1, 256, 1, 64), np.nan, np.float32), np.full((1, 1, 256), np.nan, np.float32)
     results = [out, m, np.zeros((1, 1, 256), np.float32), np.zeros(1, np.int8)]
     interpreter.run_on_host(kernel, integers, 1, [np.ones_like(out)] * 3, results)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from specialised_kernels import (
     specialised,
     told,
 )
+from triton_mistakes import with_mistakes
 
 from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
 from attnops_testing import attention, attention_gradients
@@ -33,7 +33,7 @@ from attnops_triton.flash.order import unordered
 from attnops_triton.language import assembler, simulator
 from attnops_triton.language.assembler import Assembler
 from attnops_triton.language.build import build
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import AnyKernel
 from attnops_triton.targets import target
 
 PROBLEMS = [
@@ -110,18 +110,18 @@ def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, m
 
 
 MISTAKES = {
-    "values are read before they are there": ("mbarrier.wait(v_ready.index(before), phase_before)", "pass"),
-    "buffers of keys are never free": ("mbarrier.arrive(k_free.index(stage))", "pass"),
-    "buffers of values are never free": ("mbarrier.arrive(v_free.index(before))", "pass"),
-    "the turn is never passed on": ("mbarrier.arrive(turn.index(1 - group))", "pass"),
-    "buffers are overwritten": ("mbarrier.wait(k_free.index(stage), phase)", "pass"),
+    "values are read before they are there": ("mbarrier.wait(v.ready.index(before), phase_before)", "pass"),
+    "buffers of keys are never free": ("mbarrier.arrive(k.free.index(stage))", "pass"),
+    "buffers of values are never free": ("mbarrier.arrive(v.free.index(before))", "pass"),
+    "the turn is never passed on": ("mbarrier.arrive(shared.turn.index(1 - group))", "pass"),
+    "buffers are overwritten": ("mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "scores are read before they are computed": ("s = warpgroup_mma_wait(1, deps=[s])", "pass"),
     "a buffer is free before its product is over": (
-        "s = warpgroup_mma_wait(1, deps=[s])\n", "mbarrier.arrive(k_free.index(stage))\n"
+        "s = warpgroup_mma_wait(1, deps=[s])\n", "mbarrier.arrive(k.free.index(stage))\n"
     ),
     "the phase of the ring stays": ("phase = phase ^ 1", "pass"),
     "fewer bytes are expected": (
-        "mbarrier.expect(k_ready.index(stage), 32768)", "mbarrier.expect(k_ready.index(stage), 16)"
+        "mbarrier.expect(ring.ready.index(stage), size)", "mbarrier.expect(ring.ready.index(stage), 16)"
     ),
 }  # fmt: skip
 
@@ -132,14 +132,14 @@ def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None) -> No
 
 
 MISTAKES_OF_DQ = {
-    "ds of the other partition is not waited for": ("mbarrier.wait(ds_ready.index(0), side)", "pass"),
-    "dq is added before it is there": ("mbarrier.wait(dq_ready.index(half), side)", "pass"),
-    "dq is overwritten": ("mbarrier.wait(dq_free.index(group), side ^ 1)", "pass"),
-    "the buffer of dq is never free": ("mbarrier.arrive(dq_free.index(half))", "pass"),
+    "ds of the other partition is not waited for": ("mbarrier.wait(shared.dq.ds_ready.index(0), side)", "pass"),
+    "dq is added before it is there": ("mbarrier.wait(dq.ready.index(half), side)", "pass"),
+    "dq is overwritten": ("mbarrier.wait(shared.dq.free.index(group), side ^ 1)", "pass"),
+    "the buffer of dq is never free": ("mbarrier.arrive(dq.free.index(half))", "pass"),
     "the buffer of dq is free before it was read": ("tma.store_wait(0)", "pass"),
-    "dq replaces what is there": ("tma.async_atomic_add(dq_map", "tma.async_store(dq_map"),
-    "the columns of keys are not waited for": ("mbarrier.wait(columns.index(0), 0)", "pass"),
-    "the logsumexp is not waited for": ("mbarrier.wait(q_ready.index(stage), phase)", "pass"),
+    "dq replaces what is there": ("tma.async_atomic_add(dq.map", "tma.async_store(dq.map"),
+    "the columns of keys are not waited for": ("mbarrier.wait(shared.dq.keys_ready.index(0), 0)", "pass"),
+    "the logsumexp is not waited for": ("mbarrier.wait(shared.q.ready.index(stage), phase)", "pass"),
 }
 
 
@@ -149,12 +149,10 @@ def test_the_simulator_notices_mistakes_with_dq(mistake: str | None, monkeypatch
     replaced: list[str] = []
     real = simulator.simulate
 
-    def changed(kernel: KernelSource, *given: Any) -> None:
+    def changed(kernel: AnyKernel, *given: Any) -> None:
         if mistake is not None and kernel.name == "attnops_flash_backward":
-            old, new = MISTAKES_OF_DQ[mistake]
-            assert old in kernel.text
-            replaced.append(old)
-            kernel = dataclasses.replace(kernel, text=kernel.text.replace(old, new))
+            replaced.append(mistake)
+            kernel = with_mistakes(kernel, *MISTAKES_OF_DQ[mistake])
         real(kernel, *given)
 
     monkeypatch.setattr(simulator, "simulate", changed)
@@ -193,7 +191,7 @@ def test_scratch_memory_is_the_last_pointer() -> None:
     (forward, *_) = launched(64, None)
     program, kernel = build(forward.recipe), forward.recipe.kernel
     text = program.code.decode()
-    assert kernel.pointers[-1] == "scratch_ptr"
+    assert kernel.pointers[-1] == "scratch"
     assert f"[{kernel.name}_param_{len(kernel.pointers) - 1}]" in text
     assert f"[{kernel.name}_param_{len(kernel.pointers) + len(kernel.integers)}]" not in text, "that one is null"
     assert ".version 8.3" in text

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from attnops_triton import versions
 from attnops_triton.language import build, store
 from attnops_triton.language.build import CompiledKernel, Recipe
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import KernelFunction, KernelSource
 
 TEXT = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
 COPY = KernelSource("copy", ("x_ptr", "y_ptr"), ("n",), TEXT)
@@ -60,6 +61,31 @@ def test_the_target_the_specialisation_and_the_versions_are_part_of_a_key(monkey
         monkeypatch.setattr(versions, "version_of", {name: "9"}.get)
         keys.append(RECIPE.key())
     assert len(set(keys)) == len(keys)
+
+
+def test_the_functions_and_the_options_of_a_kernel_are_part_of_a_key() -> None:
+    from attnops_triton.language.compat import jitted
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        change: Any
+        scale: float = 1.0
+
+    def kernel(text: str, change: str, scale: float = 1.0) -> KernelFunction:
+        options = Options(jitted("change", f"def change(x):\n    return x {change}\n"), scale)
+        return KernelFunction(jitted("copy", text), (("x",), "y"), ("n",), options)
+
+    text = "def copy(x, n, options: tl.constexpr):\n    tl.store(x[1], options.change(tl.load(x[0][0])))\n"
+    given = [
+        kernel(text, "+ 1"),
+        kernel(text, "+ 2"),
+        kernel(text, "+ 1", 2.0),
+        kernel(f"{text}    tl.debug_barrier()\n", "+ 1"),
+    ]
+    assert given[0] == kernel(text, "+ 1"), "one function per text"
+    assert len({dataclasses.replace(RECIPE, kernel=x).key() for x in given}) == len(given)
+    assert given[0].pointers == ("x", "y")
+    assert "def change" in given[0].text
 
 
 @pytest.mark.parametrize("value", ["", "/proc/none"])

@@ -9,8 +9,11 @@ keys.
 2. `plan`: everything static about a call; `tile_sizes` chooses tiles and the number of splits.
 3. `operands`: the arrays of masks and biases; `schedule`: which tiles of keys each item reads, and which of them need
     no mask.
-4. `kernel`: the attention kernel; `storage` loads keys and values through the page table, `codec` decodes them,
+4. `options`: the parameters of the kernels, which are functions in Triton's language; what a call does not need is left
+   out by compile-time conditions. Masks and scores are functions that `language.translate` makes.
+5. `kernel`: the attention kernel; `storage` loads keys and values through the page table, `codec` decodes them,
    `scores` has soft cap, bias and mask, `write` puts a step's new tokens into the cache before they are read.
-5. `merge`: the kernel that merges the partial softmaxes of splits, in float32, as `attnops.softmax` does.
-6. `attention` calls these.
+6. `result`: what it stores, and the kernel that merges the partial softmaxes of splits, in float32, as
+   `attnops.softmax` does.
+7. `attention` calls these.
 """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+import re
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,18 @@ from jax import lax
 from attnops.kernels import FlashCall, describe, one_by_one
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import without_table
-from attnops_triton.caches.kernel import write_kernel
+from attnops_triton.caches.kernel import attnops_ragged
 from attnops_triton.caches.operands import fitted, item_arrays, score_arrays, store_arrays, strides
+from attnops_triton.caches.options import Arrays, Sizes, options_of
 from attnops_triton.caches.plan import CachePlan
-from attnops_triton.caches.result import write_merge
+from attnops_triton.caches.result import attnops_ragged_merge
 from attnops_triton.caches.schedule import schedule
 from attnops_triton.caches.tile_sizes import choose, current_splits, rows_of, split_count
 from attnops_triton.caches.write import ARRAYS, token_arrays
 from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.launch import launch_any
-from attnops_triton.language.source import SourceWriter
+from attnops_triton.language.source import KernelFunction
 from attnops_triton.targets import current
 
 CacheType = TypeVar("CacheType", bound=StoredCache)
@@ -97,29 +99,48 @@ def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     aliases = {} if is_split else _initialised(plan, arrays)
     outputs |= {f"{name}_out": _like(arrays[name]) for name in written}
     aliases |= {f"{name}_out": name for name in written}
-    write = SourceWriter()
-    strides(write, arrays)
-    widths = {name: arrays[name].shape[-1] * (not name.endswith("scale")) for name in written}
-    programs = write_kernel(write, plan, widths)
-    results = _launch(plan, "attnops_ragged", write, arrays, outputs, programs, aliases)
+    programs = plan.items * plan.K * plan.head_blocks
+    results = _launch(plan, attnops_ragged, arrays, outputs, programs * plan.tiles.splits, aliases)
     if not is_split:
         return results
     names = ("tile", "row", "sinks")
     given = {name: results.pop(name) for name in _partial_outputs(plan)} | {x: arrays[x] for x in names if x in arrays}
     aliases, outputs = _initialised(plan, given), _outputs(plan)
-    write = SourceWriter()
-    programs = write_merge(write, plan)
-    return results | _launch(plan, "attnops_ragged_merge", write, given, outputs, programs, aliases)
+    rows = programs * plan.bq * plan.heads
+    return results | _launch(plan, attnops_ragged_merge, given, outputs, rows, aliases)
 
 
 def _launch(
-    plan: CachePlan, name: str, write: SourceWriter, arrays: dict[str, jax.Array],
-    outputs: dict[str, jax.ShapeDtypeStruct], programs: int, aliases: dict[str, str],
+    plan: CachePlan, function: Any, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct],
+    programs: int, aliases: dict[str, str],
 ) -> dict[str, jax.Array]:  # fmt: skip
-    operands = [Operand(*x) for x in arrays.items()]
+    kernel, sizes = _kernel(plan, function, arrays, outputs)
+    operands = [Operand(name, arrays[name]) for name in kernel.pointers if name in arrays]
+    outputs = {name: outputs[name] for name in kernel.pointers if name in outputs}
     bits = ("key", "value", "key_out", "value_out", "new_key", "new_value")
     stored = {} if plan.scales else dict.fromkeys(bits, plan.stored)
-    return launch_any(plan, plan.tiles, write, name, operands, outputs, programs, frozenset(), aliases, stored)
+    integers = tuple(sizes[name] for name in kernel.integers)
+    return launch_any(plan, plan.tiles, kernel, integers, operands, outputs, programs, frozenset(), aliases, stored)
+
+
+def _kernel(
+    plan: CachePlan, function: Any, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct]
+) -> tuple[KernelFunction, dict[str, int]]:
+    """A kernel, and its integers by name."""
+    names = [*arrays, *outputs]
+    groups = {group: tuple(x for x in names if re.fullmatch(rf"{group}\d+", x)) for group in ("mask", "dense", "bias")}
+    single: dict[str, Any] = {name: name for name in names if name in Arrays._fields}
+    sizes = {name: getattr(plan, name) for name in ("T", "S", "nq", "items", "pages", "blocks")}
+    sizes |= {"keys": plan.key_axis, "splits": plan.tiles.splits}
+    by_score = [*groups["dense"], *(x for x in names if x == "array")]
+    pairs = {name: (f"{name}_b", f"{name}_h") for name in by_score}
+    for name, pair in pairs.items():
+        sizes |= zip(pair, strides(arrays[name]), strict=True)
+    if not all(0 <= value < 1 << 31 for value in sizes.values()):
+        raise ValueError(f"{sizes} must be integers of 32 bits")
+    fields = {name: name for name in Sizes._fields if name in sizes}
+    given = Sizes(**fields, dense=tuple(pairs[x] for x in groups["dense"]), array=pairs.get("array"))
+    return KernelFunction(function, Arrays(**single, **groups), given, options_of(plan)), sizes
 
 
 def _outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,4 +1,4 @@
-"""Stored 8-bit numbers as operands of products, as Triton source.
+"""Stored 8-bit numbers as operands of products, .
 
 float16 represents each of them exactly, so that operands are float16 for every query dtype but float32. Stores hold
 8-bit floats as integers with the same bits. None of them is NaN: for a NaN `attnops_caches.Quantized` stores 0, or a
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from attnops_triton.language.source import SourceWriter
+import triton
+import triton.language as tl
+
+from attnops_triton.caches.plan import CachePlan
 from attnops_triton.targets import capability, is_amd
 
 # PTX from four bytes, $2, to two pairs of float16, $0 and $1. int8: 1024 + 128 + x has x in its lowest bits.
@@ -54,35 +57,27 @@ cvt.rn.f16x2.e4m3x2 $1, b;
 _PTX: Final = {"int8": _INT8, "float8_e5m2": _E5M2, "float8_e4m3fn": _E4M3}
 
 
-def decode(write: SourceWriter, name: str, stored: str, dtype: str, arch: str) -> None:
-    """Write ``name``, loaded 8-bit numbers, as numbers of ``dtype``.
+def assembly(plan: CachePlan) -> str | None:
+    """The PTX that converts four stored numbers; None to convert one at a time."""
+    if not plan.scales or plan.dtype != "float16" or not plan.arch or is_amd(plan.arch):
+        return None
+    in_pairs = plan.stored == "float8_e4m3fn" and capability(plan.arch) >= 90
+    return (_E4M3_IN_PAIRS if in_pairs else _PTX[plan.stored]).replace("\n", " ")
 
-    Args:
-        write: the kernel's lines.
-        name: the name of the variable.
-        stored: the name of the stored dtype.
-        dtype: the dtype of operands.
-        arch: the target architecture; empty for the interpreter.
-    """
-    if dtype != "float16" or not arch or is_amd(arch):
-        _one_at_a_time(write, name, stored, dtype)
-    else:
-        is_pair = stored == "float8_e4m3fn" and capability(arch) >= 90
-        text = (_E4M3_IN_PAIRS if is_pair else _PTX[stored]).replace("\n", " ")
+
+@triton.jit
+def decode(x, options: tl.constexpr):
+    """Loaded numbers as operands."""
+    if options.assembly is not None:
         # Marked impure: otherwise Triton first moves the bytes, one by one, to the operands' layout, and converts after
         # that.
-        write(f'{name} = tl.inline_asm_elementwise("{text}", "=r,=r,r", [{name}], tl.float16, False, 4)')
-
-
-def _one_at_a_time(write: SourceWriter, name: str, stored: str, dtype: str) -> None:
-    if stored == "int8":
-        write(f"{name} = {name}.to(tl.{dtype})")
-        return
-    if stored == "float8_e5m2":
-        write(f"{name} = ({name}.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.{dtype})")
-        return
-    write(
-        f"{name} = {name}.to(tl.uint16)",
-        f"{name} = (({name} & 0x80) << 8 | ({name} & 0x7f) << 7).to(tl.float16, bitcast=True)",
-        f"{name} = ({name} * tl.full([1, 1], 256.0, tl.float16)).to(tl.{dtype})",
-    )
+        x = tl.inline_asm_elementwise(options.assembly, "=r,=r,r", [x], tl.float16, False, 4)
+    elif options.is_e5m2:
+        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(options.dtype)
+    elif options.is_e4m3:
+        x = x.to(tl.uint16)
+        x = ((x & 0x80) << 8 | (x & 0x7F) << 7).to(tl.float16, bitcast=True)
+        x = (x * tl.full([1, 1], 256.0, tl.float16)).to(options.dtype)
+    else:
+        x = x.to(options.dtype)
+    return x

@@ -1,257 +1,272 @@
 """The attention kernel: online softmax over the tiles of keys of an item, or of one of its splits."""
 
+# Tuples are joined, and conditions nested, as Triton's language requires.
+# ruff: noqa: RUF005, SIM102
+
 from __future__ import annotations
 
-from attnops_triton.caches.plan import CachePlan, HeadDimChunk
-from attnops_triton.caches.result import write_partial, write_result
-from attnops_triton.caches.scores import ScoreWriter
-from attnops_triton.caches.storage import LoadWriter
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.standard import _elementwise_max as largest
+from triton.language.standard import _sum_combine as total
+
+from attnops_triton.caches.result import store_partial, store_result
+from attnops_triton.caches.scores import allowed, apply_score, load_values
+from attnops_triton.caches.storage import columns_of, load_scales, load_tokens, locate_tile, mask_of
 from attnops_triton.caches.write import write_tokens
-from attnops_triton.flash.plan import LOG2E
-from attnops_triton.language.source import SourceWriter, number
 
 
-def write_kernel(write: SourceWriter, plan: CachePlan, written: dict[str, int]) -> int:
-    """Write the kernel. Returns the number of programs.
+class Program(NamedTuple):
+    """What a program computes.
 
-    Args:
-        write: the kernel's lines.
-        plan: the plan of the call.
-        written: features per token of each array of the cache that the kernel writes, by name; 0 for scales.
+    Attributes:
+        item, row, tile, k, part, split: the item, its row of the cache and its tile of queries; the kv head, the tile
+            of query heads, and the split.
+        b: the batch index for masks and biases.
+        first, stop: its tiles of keys.
+        full_start, full_stop: those that need no mask.
+        place: [rows], the place of each row in the tile of scores.
+        qr, hr: [rows], their queries and heads, clamped to the valid range.
+        real: [rows], whether they exist.
     """
-    scores = ScoreWriter(write, plan)
-    storage = LoadWriter(write, plan)
-    for name, value in (("T", plan.T), ("S", plan.S), ("keys", plan.key_axis)):
-        write.integer(name, value)
-    programs = _place(write, plan)
-    _queries(write, plan)
-    scores.load_values("bias", by_key=False)
-    if not _loads_mask_late(plan):
-        scores.load_values("mask", by_key=False)
-    if plan.writes:
-        write_tokens(write, plan, written)
-    _state(write, plan)
-    _loops(write, plan, scores, storage)
-    if plan.tiles.splits > 1:
-        write_partial(write, plan)
+
+    item: Any
+    row: Any
+    tile: Any
+    k: Any
+    part: Any
+    split: Any
+    b: Any
+    first: Any
+    stop: Any
+    full_start: Any
+    full_stop: Any
+    place: Any
+    qr: Any
+    hr: Any
+    real: Any
+
+
+class State(NamedTuple):
+    """The online softmax so far.
+
+    Attributes:
+        m, l: [rows], the maximum and the denominator.
+        unit: the largest scale of values, by which ``acc`` is divided (`KernelOptions.has_unit`).
+        acc: the chunks of the sums of values, [rows, width].
+    """
+
+    m: Any
+    l: Any
+    unit: Any
+    acc: Any
+
+
+@triton.jit
+def attnops_ragged(x, n, options: tl.constexpr):
+    """Attention of one item, kv head and split."""
+    program = locate_program(x, n, options)
+    q, factor = load_queries(x, n, program, options)
+    biases = load_values(x.bias, program, None, (), n, options, False, False)
+    masks = ()
+    if not options.loads_mask_late:
+        masks = load_values(x.mask, program, None, (), n, options, True, False)
+    if options.new_blocks > 0:
+        write_tokens(x, n, program, options)
+    value_factor = 1.0
+    if options.has_value_factor:
+        value_factor = load_factor(x.key_scale if options.is_latent else x.value_scale, program.k, options)
+    state = initial_state(program.k, options)
+    for i in range(program.full_start, program.full_stop):
+        state = attend(x, n, program, q, factor, biases, masks, state, i * options.bk, options, False)
+    if options.loads_mask_late:
+        masks = load_values(x.mask, program, None, (), n, options, True, False)
+    before = program.full_start - program.first
+    for j in range(0, before + program.stop - program.full_stop):
+        tile = tl.where(j < before, program.first + j, program.full_stop + j - before)
+        state = attend(x, n, program, q, factor, biases, masks, state, tile * options.bk, options, True)
+    if options.is_split:
+        store_partial(x, n, program, state, value_factor, options)
     else:
-        write_result(write, plan)
-    return programs
+        store_result(x, n, program, state, value_factor, options)
 
 
-def _place(write: SourceWriter, plan: CachePlan) -> int:
-    """Write the indices of a program: ``item``, ``row``, ``b``, the kv head ``k``, the tile of queries, the tile of
-    heads, and the split.
-
-    Programs that read the same keys are neighbours.
-    """
-    write.integer("nq", plan.nq)
-    write("pid = tl.program_id(0)")
-    if plan.is_packed:
-        write(
-            "item = pid % items", "rest = pid // items", "tile = tl.load(tile_ptr + item)",
-            "row = tl.load(row_ptr + item)", "b = row * 0",
-        )  # fmt: skip
-        write.integer("items", plan.items)
+@triton.jit
+def locate_program(x, n, options: tl.constexpr):
+    """The `Program`. Programs that read the same keys are neighbours."""
+    rest = tl.program_id(0)
+    if options.is_packed:
+        item = rest % n.items
+        rest = rest // n.items
+        tile = tl.load(x.tile + item)
+        row = tl.load(x.row + item)
+        b = row * 0
     else:
-        write("tile = pid % nq", "rest = pid // nq")
-    if plan.head_blocks > 1:
-        write(f"part = rest % {plan.head_blocks}", f"rest = rest // {plan.head_blocks}")
-    if plan.tiles.splits > 1:
-        splits = write.integer("splits", plan.tiles.splits)
-        write(f"split = rest % {splits}", f"rest = rest // {splits}")
-    write(f"k = rest % {plan.K}")
-    if not plan.is_packed:
-        write(f"row = rest // {plan.K}", "b = row", "item = row * nq + tile")
-    write(
-        "first = tl.load(ranges_ptr + item * 5)", "stop = tl.load(ranges_ptr + item * 5 + 1)",
-        "full_start = tl.load(ranges_ptr + item * 5 + 2)", "full_stop = tl.load(ranges_ptr + item * 5 + 3)",
-    )  # fmt: skip
-    if plan.tiles.splits > 1 and plan.in_order:
-        write(
-            "each = tl.load(ranges_ptr + item * 5 + 4)", "stop = tl.minimum(stop, (split + 1) * each)",
-            "first = tl.maximum(first, split * each)",
-        )  # fmt: skip
-    elif plan.tiles.splits > 1:
-        write(
-            "each = (stop - first + splits - 1) // splits", "first = first + split * each",
-            "stop = tl.minimum(stop, first + each)",
-        )  # fmt: skip
-    write(
-        "stop = tl.maximum(first, stop)",
-        "full_start = tl.minimum(tl.maximum(full_start, first), stop)",
-        "full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)",
-    )
-    return plan.items * plan.K * plan.head_blocks * plan.tiles.splits
-
-
-def write_rows(write: SourceWriter, plan: CachePlan) -> None:
-    """Write ``qi``, ``hi`` [rows], the query and the head of each row; ``real``, whether they exist; and ``qr``,
-    ``hr``, which are ``qi``, ``hi`` in range.
-    """
-    rows, heads = plan.tiles.rows, plan.heads
-    part = f"part * {heads} + " if plan.head_blocks > 1 else ""
-    write(
-        f"of_tile = tl.arange(0, {rows})",
-        f"qi = tile * {plan.bq} + of_tile // {heads}",
-        f"hi = {part}of_tile % {heads}",
-        "real = qi < T",
-    )
-    if plan.bq * heads < rows:
-        write(f"real = real & (of_tile < {plan.bq * heads})")
-    if plan.G % heads:
-        write(f"real = real & (hi < {plan.G})")
+        tile = rest % n.nq
+        rest = rest // n.nq
+    part = 0
+    if options.head_blocks > 1:
+        part = rest % options.head_blocks
+        rest = rest // options.head_blocks
+    split = 0
+    if options.is_split:
+        split = rest % n.splits
+        rest = rest // n.splits
+    k = rest % options.K
+    if not options.is_packed:
+        row = rest // options.K
+        b = row
+        item = row * n.nq + tile
+    first = tl.load(x.ranges + item * 5)
+    stop = tl.load(x.ranges + item * 5 + 1)
+    full_start = tl.load(x.ranges + item * 5 + 2)
+    full_stop = tl.load(x.ranges + item * 5 + 3)
+    if options.is_split:
+        if options.in_order:
+            each = tl.load(x.ranges + item * 5 + 4)
+            stop = tl.minimum(stop, (split + 1) * each)
+            first = tl.maximum(first, split * each)
+        else:
+            each = (stop - first + n.splits - 1) // n.splits
+            first = first + split * each
+            stop = tl.minimum(stop, first + each)
+    stop = tl.maximum(first, stop)
+    full_start = tl.minimum(tl.maximum(full_start, first), stop)
+    full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+    place = tl.arange(0, options.rows)
+    qi = tile * options.bq + place // options.heads
+    hi = part * options.heads + place % options.heads
+    real = qi < n.T
+    if options.bq * options.heads < options.rows:
+        real = real & (place < options.bq * options.heads)
+    if options.G % options.heads > 0:
+        real = real & (hi < options.G)
     # Rows that don't exist have the last query and head: with other indices a function might divide by 0.
-    write("qr = tl.minimum(qi, T - 1)", f"hr = k * {plan.G} + tl.minimum(hi, {plan.G - 1})")
+    qr = tl.minimum(qi, n.T - 1)
+    hr = k * options.G + tl.minimum(hi, options.G - 1)
+    return Program(
+        item, row, tile, k, part, split, b, first, stop, full_start, full_stop, place, qr, hr, real
+    )  # fmt: skip
 
 
-def _queries(write: SourceWriter, plan: CachePlan) -> None:
-    """Load the queries ``q_0``, ``q_1``, …, [rows, width]."""
-    write_rows(write, plan)
-    lead = "" if plan.is_packed else "b.to(tl.int64) * T + "
-    write(f"q_at = q_ptr + (({lead}qr).to(tl.int64) * {plan.H} + hr) * {plan.D}")
-    chunks = plan.key_chunks
-    for i, (start, width, stop) in enumerate(chunks):
-        columns = f"({start} + tl.arange(0, {width}))[None, :]"
-        conditions = ["real[:, None]"] + [f"({columns} < {stop})"] * (start + width > stop)
-        write(f"q_{i} = tl.load(q_at[:, None] + {columns}, mask={' & '.join(conditions)}, other=0.0)")
-    if plan.scales_queries:
-        largest = [f"tl.reduce(tl.abs(q_{i}.to(tl.float32)), 1, largest)" for i in range(len(chunks))]
-        write(f"size = {largest[0]}", *(f"size = tl.maximum(size, {x})" for x in largest[1:]))
-        write(
-            "exponent = tl.floor(tl.log2(tl.where((size > 1e-30) & (size < 1e30), size, 1.0)))",
-            "factor = tl.exp2(exponent)",
-            "inverse = tl.exp2(-exponent)[:, None]",
-            *(f"q_{i} = q_{i}.to(tl.float32) * inverse" for i in range(len(chunks))),
-        )
-    for i in range(len(chunks)):
-        write(f"q_{i} = q_{i}.to(tl.{plan.dtype})")
-    if plan.scales_first:
-        _factor(write, plan)
+@triton.jit
+def load_queries(x, n, program, options: tl.constexpr):
+    """The chunks of queries, [rows, width], and the factor of their products with keys, a number or [rows, 1]."""
+    at = program.qr
+    if not options.is_packed:
+        at = program.b.to(tl.int64) * n.T + at
+    at = x.q + (at.to(tl.int64) * options.H + program.hr) * options.D
+    loaded = ()
+    for i in tl.static_range(len(options.keys.chunks)):
+        columns = columns_of(i, options, True)
+        loaded = loaded + (tl.load(at[:, None] + columns, mask=mask_of(i, program.real, options, True), other=0.0),)
+    factor = options.scale
+    if options.scales_queries:
+        size = tl.reduce(tl.abs(loaded[0].to(tl.float32)), 1, largest)
+        for i in tl.static_range(1, len(options.keys.chunks)):
+            size = tl.maximum(size, tl.reduce(tl.abs(loaded[i].to(tl.float32)), 1, largest))
+        exponent = tl.floor(tl.log2(tl.where((size > 1e-30) & (size < 1e30), size, 1.0)))
+        inverse = tl.exp2(-exponent)[:, None]
+        factor = (tl.exp2(exponent) * options.scale)[:, None]
+    q = ()
+    for i in tl.static_range(len(options.keys.chunks)):
+        if options.scales_queries:
+            q = q + ((loaded[i].to(tl.float32) * inverse).to(options.dtype),)
+        else:
+            q = q + (loaded[i].to(options.dtype),)
+    if options.has_value_factor:
+        factor = factor * load_factor(x.key_scale, program.k, options)
+    return q, factor
 
 
-def _factor(write: SourceWriter, plan: CachePlan) -> None:
-    """Write ``factor``, a number or [rows], that products are multiplied by."""
-    scale = number(float(plan.scale))
-    write(f"factor = factor * {scale}" if plan.scales_queries else f"factor = {scale}")
-    if plan.scales in ("head", "tensor"):
-        write(f"factor = factor * tl.load(key_scale_ptr{' + k' if plan.scales == 'head' else ''})")
+@triton.jit
+def load_factor(scales, k, options: tl.constexpr):
+    """The scale of a head, or of all."""
+    if options.by_head:
+        scales = scales + k
+    return tl.load(scales)
 
 
-def _state(write: SourceWriter, plan: CachePlan) -> None:
-    rows = plan.tiles.rows
-    write(f'm = tl.full([{rows}], float("-inf"), tl.float32)', f"l = tl.full([{rows}], 0.0, tl.float32)")
-    for i, chunk in enumerate(plan.value_chunks):
-        write(f"acc_{i} = tl.full([{rows}, {chunk.width}], 0.0, tl.float32)")
-    if _has_unit(plan):
-        write("unit = pid.to(tl.float32) * 0.0")
-    if plan.scales in ("head", "tensor"):
-        at = f"{'key' if plan.is_latent else 'value'}_scale_ptr{' + k' if plan.scales == 'head' else ''}"
-        write(f"value_factor = tl.load({at})")
+@triton.jit
+def initial_state(k, options: tl.constexpr):
+    """The `State` before the first tile."""
+    acc = ()
+    for i in tl.static_range(len(options.values.chunks)):
+        acc = acc + (tl.full([options.rows, options.values.chunks[i].width], 0.0, tl.float32),)
+    m = tl.full([options.rows], float("-inf"), tl.float32)
+    l = tl.full([options.rows], 0.0, tl.float32)
+    return State(m, l, k.to(tl.float32) * 0.0, acc)
 
 
-def _has_unit(plan: CachePlan) -> bool:
-    """Whether weights, which are multiplied by the values' scales, are divided by the largest of these scales first:
-    otherwise float16 could not hold them.
-    """
-    return plan.scales == "token_head" and plan.dtype == "float16"
-
-
-def _loops(write: SourceWriter, plan: CachePlan, scores: ScoreWriter, storage: LoadWriter) -> None:
-    """Write the loops over tiles without a mask, and over those before and after them."""
-    bk = plan.tiles.bk
-    with write.block("for i in range(full_start, full_stop):"):
-        write(f"kv0 = i * {bk}")
-        _tile(write, plan, scores, storage, False)
-    if _loads_mask_late(plan):
-        scores.load_values("mask", by_key=False)
-    write("before = full_start - first")
-    with write.block("for j in range(0, before + stop - full_stop):"):
-        write(f"kv0 = tl.where(j < before, first + j, full_stop + j - before) * {bk}")
-        _tile(write, plan, scores, storage, True)
-
-
-def _loads_mask_late(plan: CachePlan) -> bool:
-    """Whether the mask's values are loaded after the loop over unmasked tiles.
-
-    Otherwise ptxas 12.9 spills two registers on sm_80 and sm_89 at D 128. Without scales per token and head it is the
-    late load that spills (sm_89, T 512).
-    """
-    return plan.scales in ("head", "tensor")
-
-
-def _tile(write: SourceWriter, plan: CachePlan, scores: ScoreWriter, storage: LoadWriter, masked: bool) -> None:
-    """Write the computation of one tile."""
-    storage.locate(has_pages=not masked)
-    write("kx = slot" if plan.is_even or not masked else "kx = tl.minimum(slot, S - 1)")
-    if plan.is_packed:
-        write("kx = kx + row * S")
-    scores.load_values("bias", by_key=True)
-    guarded = False
+@triton.jit
+def attend(
+    x, n, program, q, factor, biases, masks, state, start,
+    options: tl.constexpr, masked: tl.constexpr,
+):  # fmt: skip
+    """The `State` after the tile of keys from the slot ``start`` on."""
+    tile = locate_tile(x, n, program.row, start, options, not masked)
+    kx = tile.slot
     if masked:
-        scores.load_values("mask", by_key=True)
-        conditions = [storage.present] if storage.present else []
-        conditions += [] if plan.is_even else ["(slot < S)[None, :]"]
-        conditions.append("real[:, None]")
-        guarded = scores.allowed(*conditions)
-    storage.keys(guarded)
-    _products(write, plan, plan.key_chunks)
-    if plan.scales_first:
-        factor = "factor[:, None]" if plan.scales_queries else "factor"
-        write(f"s = s * {factor}")
-    if plan.scales == "token_head":
-        write(f"s = s * {storage.scale('key', guarded)}[None, :]")
-    scores.apply_cap_and_bias()
-    if guarded:
-        write('s = tl.where(ok, s, float("-inf"))')
-    _softmax(write, plan, masked)
-    storage.values(guarded)
-    _accumulate(write, plan, storage, guarded)
-    write("m = m_new")
+        if not options.is_even:
+            kx = tl.minimum(kx, n.S - 1)
+    if options.is_packed:
+        kx = kx + program.row * n.S
+    biases = load_values(x.bias, program, kx, biases, n, options, False, True)
+    ok = None
+    seen = None
+    if masked:
+        masks = load_values(x.mask, program, kx, masks, n, options, True, True)
+        ok = allowed(x, n, program, tile, kx, masks, options)
+        seen = tl.reduce(ok.to(tl.int32), 0, largest) != 0
+    keys = x.key if x.key_out is None else x.key_out
+    k = load_tokens(keys, tile, program.k, seen, options, True, masked)
+    s = tl.dot(q[0], tl.trans(k[0]), input_precision=options.precision)
+    for i in tl.static_range(1, len(options.keys.chunks)):
+        s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=options.precision)
+    if options.scales_first:
+        s = s * factor
+    if options.by_token:
+        key_scales = x.key_scale if x.key_scale_out is None else x.key_scale_out
+        scales = load_scales(key_scales, tile, program.k, seen, options, masked)
+        s = s * scales[None, :]
+    s = apply_score(x, n, program, s, kx, biases, options)
+    if masked:
+        s = tl.where(ok, s, float("-inf"))
 
-
-def _products(write: SourceWriter, plan: CachePlan, chunks: list[HeadDimChunk]) -> None:
-    """Write ``s``, the products of queries and keys."""
-    for i in range(len(chunks)):
-        write(f"s = tl.dot(q_{i}, tl.trans(k_{i}){', s' if i else ''}{precision(plan)})")
-
-
-def precision(plan: CachePlan) -> str:
-    """The argument of products for their precision."""
-    return f', input_precision="{"tf32" if plan.tf32 else "ieee"}"' if plan.dtype == "float32" else ""
-
-
-def _softmax(write: SourceWriter, plan: CachePlan, masked: bool) -> None:
-    """Write the weights ``p``, ``m_new``, ``alpha`` and the sum ``l``."""
-    unit = number(plan.score_unit * LOG2E)
-    write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
-    if masked or plan.scoring.has_bias:
-        # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
-        write('below = tl.where(m_new == float("-inf"), 0.0, m_new)')
+    m = tl.maximum(state.m, tl.reduce(s, 1, largest))
+    below = m
+    if masked or options.has_bias:
+        # If all scores so far are masked, m is −inf, and −inf − −inf would be NaN.
+        below = tl.where(m == float("-inf"), 0.0, m)
+    if options.subtracts_first:
+        p = tl.exp2((s - below[:, None]) * options.unit)
     else:
-        write("below = m_new")
-    if plan.scoring.has_bias or plan.dtype == "float32":
-        # Subtract before multiplying, which is exact: with large biases a difference of products would not be.
-        write(f"p = tl.exp2((s - below[:, None]) * {unit})")
+        p = tl.exp2(s * options.unit - (below * options.unit)[:, None])
+    alpha = tl.exp2((state.m - below) * options.unit)
+    l = state.l * alpha + tl.reduce(p, 1, total)
+
+    if options.is_latent:
+        v = k
+    elif options.is_joined:
+        v = load_tokens(keys, tile, program.k, seen, options, False, masked)
     else:
-        write(f"p = tl.exp2(s * {unit} - (below * {unit})[:, None])")
-    write(f"alpha = tl.exp2((m - below) * {unit})", "l = l * alpha + tl.reduce(p, 1, total)")
-
-
-def _accumulate(write: SourceWriter, plan: CachePlan, storage: LoadWriter, guarded: bool) -> None:
-    """Write the products of weights and values, added to the output so far."""
-    if plan.scales == "token_head":
-        scale = "key_scale" if plan.is_latent else storage.scale("value", guarded)
-        if _has_unit(plan):
-            write(
-                f"unit_new = tl.maximum(unit, tl.reduce({scale}, 0, largest))",
-                "inverse_unit = tl.where(unit_new > 0.0, 1.0 / unit_new, 0.0)",
-                "alpha = alpha * (unit * inverse_unit)",
-                f"{scale} = {scale} * inverse_unit",
-                "unit = unit_new",
-            )
-        write(f"p = p * {scale}[None, :]")
-    write(f"p = p.to(tl.{plan.dtype})")
-    for i in range(len(plan.value_chunks)):
-        write(f"acc_{i} = acc_{i} * alpha[:, None]")
-        write(f"acc_{i} = tl.dot(p, v_{i}, acc_{i}{precision(plan)})")
+        values = x.value if x.value_out is None else x.value_out
+        v = load_tokens(values, tile, program.k, seen, options, False, masked)
+    unit = state.unit
+    if options.by_token:
+        if not options.is_latent:
+            value_scales = x.value_scale if x.value_scale_out is None else x.value_scale_out
+            scales = load_scales(value_scales, tile, program.k, seen, options, masked)
+        if options.has_unit:
+            unit = tl.maximum(unit, tl.reduce(scales, 0, largest))
+            inverse = tl.where(unit > 0.0, 1.0 / unit, 0.0)
+            alpha = alpha * (state.unit * inverse)
+            scales = scales * inverse
+        p = p * scales[None, :]
+    p = p.to(options.dtype)
+    acc = ()
+    for i in tl.static_range(len(options.values.chunks)):
+        acc = acc + (tl.dot(p, v[i], state.acc[i] * alpha[:, None], input_precision=options.precision),)
+    return State(m, l, unit, acc)

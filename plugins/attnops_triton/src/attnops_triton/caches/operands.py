@@ -13,7 +13,6 @@ from attnops_caches import PagedCache, StoredCache
 from attnops_triton.caches.plan import CachePlan
 from attnops_triton.caches.schedule import ItemSchedule
 from attnops_triton.flash.bits import is_translatable
-from attnops_triton.language.source import SourceWriter
 from attnops_triton.language.translate import PRIMITIVES
 
 
@@ -56,14 +55,9 @@ def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
     return found | ({} if call.sinks is None else {"sinks": call.sinks.astype(jnp.float32)})
 
 
-def strides(write: SourceWriter, arrays: dict[str, jax.Array]) -> None:
-    """Add the strides of arrays [B or 1, H or 1, T, S] to the kernel's integers: by batch and by head, counted in rows
-    of S keys.
-    """
-    for name, x in arrays.items():
-        if name.startswith("dense") or name == "array":
-            write.integer(f"{name}_b", x.shape[1] * (x.shape[0] > 1))
-            write.integer(f"{name}_h", int(x.shape[1] > 1))
+def strides(x: jax.Array) -> tuple[int, int]:
+    """The strides of an array [B or 1, H or 1, T, S]: by batch and by head, counted in rows of S keys."""
+    return x.shape[1] * (x.shape[0] > 1), int(x.shape[1] > 1)
 
 
 def _in_32_bits(x: jax.Array) -> jax.Array:

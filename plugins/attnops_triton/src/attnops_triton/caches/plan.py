@@ -1,15 +1,15 @@
-"""`CachePlan`: everything static about a call over a cache. The generated kernels depend on nothing else."""
+"""`CachePlan`: everything static about a call over a cache. The kernels depend on nothing else."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from attnops.kernels import Scoring
 from attnops_triton.flash.plan import cdiv, head_dim_chunks
 
 
-class HeadDimChunk(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class HeadDimChunk:
     """Consecutive features that are one operand of a product, whose width is a power of two.
 
     Attributes:
@@ -21,6 +21,11 @@ class HeadDimChunk(NamedTuple):
     start: int
     width: int
     stop: int
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether it has features that don't exist."""
+        return self.start + self.width > self.stop
 
 
 @dataclasses.dataclass(frozen=True)

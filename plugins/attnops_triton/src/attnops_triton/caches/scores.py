@@ -1,112 +1,104 @@
-"""Soft cap, bias and mask of a tile of scores, as Triton source.
+"""Soft cap, bias and mask of a tile of scores.
 
-Variables: ``b``, the batch index for masks and biases; ``hr`` and ``qr`` [rows], the query head and the query of each
-    row of the tile; ``kx`` [bk], the indices of keys for masks and biases; ``s``, the scores. Indices are clamped to
-    the valid range.
+Parameters: ``program``, a `kernel.Program`; ``kx`` [bk], the indices of keys for masks and biases, clamped to the valid
+range.
 """
+
+# Tuples are joined, and conditions nested, as Triton's language requires.
+# ruff: noqa: RUF005, SIM108
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from attnops_triton.caches.plan import CachePlan
-from attnops_triton.language.source import SourceWriter, number
-from attnops_triton.language.translate import TYPES, tanh, traced, translate
-
-if TYPE_CHECKING:
-    from attnops.kernels import Elementwise
+import triton
+import triton.language as tl
 
 
-@dataclasses.dataclass(frozen=True)
-class ScoreWriter:
-    """Writes the code of a tile's scores.
+@triton.jit
+def load_values(
+    pointers, program, kx, before, n, options: tl.constexpr, of_mask: tl.constexpr,
+    by_key: tl.constexpr,
+):  # fmt: skip
+    """The values of a mask or bias, each of which broadcasts to a tile.
 
-    Attributes:
-        write: the kernel's lines.
-        plan: the plan of the call.
+    With ``by_key`` those that vary by key, and the others from ``before``; else 0 for those that vary by key.
     """
+    values: tl.constexpr = options.masks if of_mask else options.biases
+    loaded = ()
+    for i in tl.static_range(len(values)):
+        if values[i].by_key == by_key:
+            loaded = loaded + (load_value(pointers[i], i, program, kx, n, options, of_mask),)
+        elif by_key:
+            loaded = loaded + (before[i],)
+        else:
+            loaded = loaded + (0,)
+    return loaded
 
-    write: SourceWriter
-    plan: CachePlan
 
-    @property
-    def shape(self) -> str:
-        """The tile's shape."""
-        return f"[{self.plan.tiles.rows}, {self.plan.tiles.bk}]"
+@triton.jit
+def load_value(
+    at, i: tl.constexpr, program, kx, n, options: tl.constexpr, of_mask: tl.constexpr
+):  # fmt: skip
+    """The value ``i`` of a mask or bias."""
+    value: tl.constexpr = options.masks[i] if of_mask else options.biases[i]
+    count = 1
+    if value.by_key:
+        count = n.keys
+    elif value.by_query:
+        count = n.T
+    if value.by_batch:
+        if value.by_head:
+            at = at + program.b.to(tl.int64) * options.H * count
+        else:
+            at = at + program.b.to(tl.int64) * count
+    if value.by_head:
+        at = at + (program.hr * count)[:, None]
+    if value.by_query:
+        at = at + program.qr[:, None]
+    if value.by_key:
+        at = at + kx[None, :]
+    loaded = tl.load(at)
+    if value.is_bool:
+        loaded = loaded != 0
+    elif value.dtype is not None:
+        loaded = loaded.to(value.dtype)
+    return loaded
 
-    def load_values(self, prefix: str, by_key: bool) -> None:
-        """Load the values of the "mask" or of the "bias": those that vary by key, or the others."""
-        function = getattr(self.plan.scoring, prefix)
-        if function is not None:
-            for i, (axes, dtype) in enumerate(zip(function.values, function.dtypes, strict=True)):
-                if ("kv" in axes) != by_key:
-                    continue
-                name = f"{prefix}{i}"
-                self.write(f"{name} = {self._value(name, axes)}")
-                if np.dtype(dtype) == np.bool_:
-                    self.write(f"{name} = {name} != 0")
-                elif np.dtype(dtype).itemsize != 4:
-                    self.write(f"{name} = {name}.to({TYPES[np.dtype(dtype).name]})")
 
-    def _value(self, name: str, axes: frozenset[str]) -> str:
-        """The load of a value, which broadcasts to the tile; its array is [B or 1, H or 1, T or S or 1]."""
-        last = "kv" if "kv" in axes else "q"
-        n = "1" if last not in axes else self.write.integer(*(("keys", self.plan.key_axis) if last == "kv" else
-                                                              ("T", self.plan.T)))  # fmt: skip
-        by_head = "h" in axes
-        at = f"{name}_ptr"
-        if "b" in axes:
-            at += f" + b.to(tl.int64) * {self.plan.H if by_head else 1} * {n}"
-        if by_head:
-            at += f" + (hr * {n})[:, None]"
-        if "q" in axes:
-            at += " + qr[:, None]"
-        if "kv" in axes:
-            at += " + kx[None, :]"
-        return f"tl.load({at})"
+@triton.jit
+def load_by_score(array, strides, program, kx, n):
+    """A tile of an array [B or 1, H or 1, T, S]."""
+    rows = (program.b * strides[0] + program.hr * strides[1]).to(tl.int64) * n.T + program.qr
+    return tl.load(array + rows[:, None] * n.keys + kx[None, :])
 
-    def apply_cap_and_bias(self) -> None:
-        """Write soft cap and bias on ``s``."""
-        scoring, write = self.plan.scoring, self.write
-        if scoring.cap is not None:
-            cap = float(scoring.cap)
-            write(f"x = s * {number(1 / cap)}")
-            write(f"curve = {tanh(write, 'x')}", f"s = {number(cap)} * curve")
-        if scoring.bias is not None:
-            (biased,) = translate(write, traced(scoring.bias, 0), self._arguments("bias", scoring.bias))
-            write(f"s = {biased} + tl.full({self.shape}, 0.0, tl.float32)")
-        if scoring.array:
-            write(f"s = s + tl.load({self.by_score('array')})")
 
-    def by_score(self, name: str) -> str:
-        """The pointers to a tile of an array [B or 1, H or 1, T, S]."""
-        rows = f"(b * {name}_b + hr * {name}_h).to(tl.int64) * T + qr"
-        return f"{name}_ptr + ({rows})[:, None] * keys + kx[None, :]"
+@triton.jit
+def apply_score(
+    x, n, program, s, kx, values, options: tl.constexpr
+):  # fmt: skip
+    """The scores with soft cap and bias."""
+    if options.score is not None:
+        s = options.score(s, program.b, program.hr[:, None], program.qr[:, None], kx[None, :], values)[0]
+        s = s + tl.full([options.rows, options.bk], 0.0, tl.float32)
+    if options.has_array:
+        s = s + load_by_score(x.array, n.array, program, kx, n)
+    return s
 
-    def allowed(self, *conditions: str) -> bool:
-        """Write ``ok``, True where a score is not masked, and ``seen`` [bk], True for keys that some row sees.
 
-        Args:
-            conditions: other expressions that broadcast to the tile. With none and no mask, nothing is written.
-        """
-        scoring, write = self.plan.scoring, self.write
-        found = list(conditions)
-        if scoring.mask is not None:
-            for i in range(scoring.dense):
-                write(f"dense{i} = tl.load({self.by_score(f'dense{i}')}) != 0")
-            arguments = self._arguments("mask", scoring.mask) + [f"dense{i}" for i in range(scoring.dense)]
-            found += translate(write, traced(scoring.mask, scoring.dense), arguments)
-        if not found:
-            return False
-        write(
-            f"ok = {' & '.join(found)} & tl.full({self.shape}, 1, tl.int1)",
-            "seen = tl.reduce(ok.to(tl.int32), 0, largest) != 0",
-        )
-        return True
-
-    def _arguments(self, prefix: str, function: Elementwise) -> list[str]:
-        values = (f"{prefix}{i}" for i in range(len(function.values)))
-        return ["s", "b", "hr[:, None]", "qr[:, None]", "kx[None, :]", *values]
+@triton.jit
+def allowed(
+    x, n, program, tile, kx, values, options: tl.constexpr
+):  # fmt: skip
+    """True where a score is not masked, [rows, bk]."""
+    ok = program.real[:, None] & tl.full([options.rows, options.bk], 1, tl.int1)
+    if options.by_page:
+        ok = tile.present & ok
+    elif options.page > 0:
+        ok = tile.present[None, :] & ok
+    if not options.is_even:
+        ok = (tile.slot < n.S)[None, :] & ok
+    if options.mask is not None:
+        dense = ()
+        for i in tl.static_range(len(n.dense)):
+            dense = dense + (load_by_score(x.dense[i], n.dense[i], program, kx, n) != 0,)
+        ok = ok & options.mask(program.b, program.hr[:, None], program.qr[:, None], kx[None, :], values, dense)
+    return ok

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import triton
+import triton.language as tl
 
 from attnops_caches import NewTokens, StoredCache
-from attnops_triton.caches.plan import CachePlan
-from attnops_triton.language.source import SourceWriter
 
-# Names of the store's arrays; the kernel's variables have the same names.
+# Names of the store's arrays.
 ARRAYS = ("key", "value", "key_scale", "value_scale")
 
 
@@ -24,47 +24,41 @@ def token_arrays(cache: StoredCache, new: NewTokens) -> dict[str, jax.Array]:
     return found | {"new_first": new.first, "new_size": new.size, "new_blocks": blocks}
 
 
-def write_tokens(write: SourceWriter, plan: CachePlan, arrays: dict[str, int]) -> None:
-    """Write the stores of the new tokens that lie in the program's tiles of keys.
-
-    Args:
-        write: the kernel's lines.
-        plan: the plan of the call.
-        arrays: features per token of each array of the cache that is written, by name; 0 for scales.
-    """
-    bk, n = plan.tiles.bk, plan.page
-    # The blocks per row in which T tokens may lie, as `attnops_caches.PagedCache.place` lists them.
-    blocks = 1 if plan.writes == 1 or not n else (plan.writes - 1) // n + 2
-    write(
-        *(f"{name}_ptr = {name}_out_ptr" for name in arrays),
-        "new_start = tl.load(new_first_ptr + row)",
-        "new_count = tl.load(new_size_ptr + row)",
-        f"new_from = tl.maximum(first * {bk} - new_start, 0)",
-        f"new_to = tl.minimum(stop * {bk} - new_start, new_count)",
-    )
-    with write.block("for token in range(new_from, new_to):"):
-        write("new_slot = new_start + token")
-        if n:
-            write(
-                f"new_page = new_slot // {n} - new_start // {n}",
-                f"new_block = tl.load(new_blocks_ptr + row * {blocks} + new_page).to(tl.int64)",
-                f"new_row = (new_block * {plan.K} + k) * {n} + new_slot % {n}",
-            )
+@triton.jit
+def write_tokens(x, n, program, options: tl.constexpr):
+    """Store the new tokens that lie in the program's tiles of keys."""
+    start = tl.load(x.new_first + program.row)
+    count = tl.load(x.new_size + program.row)
+    first = tl.maximum(program.first * options.bk - start, 0)
+    stop = tl.minimum(program.stop * options.bk - start, count)
+    for token in range(first, stop):
+        slot = start + token
+        blocks = x.new_blocks + program.row * options.new_blocks
+        if options.page > 0:
+            block = tl.load(blocks + slot // options.page - start // options.page).to(tl.int64)
+            at = (block * options.K + program.k) * options.page + slot % options.page
         else:
-            write(
-                f"new_block = tl.load(new_blocks_ptr + row * {blocks}).to(tl.int64)",
-                f"new_row = (new_block * {plan.K} + k) * S + new_slot",
-            )
-        write(f"new_source = ((b.to(tl.int64) * {plan.K} + k) * T + token)")
-        for name, width in arrays.items():
-            if not width:
-                write(f"tl.store({name}_out_ptr + new_row, tl.load(new_{name}_ptr + new_source))")
-                continue
-            size = 1 << (width - 1).bit_length()
-            write(f"new_features = tl.arange(0, {size})")
-            guard = f", mask=new_features < {width}" if size > width else ""
-            write(
-                f"new_token = tl.load(new_{name}_ptr + new_source * {width} + new_features{guard})",
-                f"tl.store({name}_out_ptr + new_row * {width} + new_features, new_token{guard})",
-            )
-    write("tl.debug_barrier()")
+            block = tl.load(blocks).to(tl.int64)
+            at = (block * options.K + program.k) * n.S + slot
+        source = (program.b.to(tl.int64) * options.K + program.k) * n.T + token
+        if x.key_out is not None:
+            write_features(x.key_out, at, x.new_key, source, options, True)
+        if x.value_out is not None:
+            write_features(x.value_out, at, x.new_value, source, options, False)
+        if x.key_scale_out is not None:
+            tl.store(x.key_scale_out + at, tl.load(x.new_key_scale + source))
+        if x.value_scale_out is not None:
+            tl.store(x.value_scale_out + at, tl.load(x.new_value_scale + source))
+    tl.debug_barrier()
+
+
+@triton.jit
+def write_features(target, at, new, source, options: tl.constexpr, of_keys: tl.constexpr):
+    """Store one token."""
+    features: tl.constexpr = options.keys if of_keys else options.values
+    columns = tl.arange(0, features.size)
+    if features.size > features.width:
+        token = tl.load(new + source * features.width + columns, mask=columns < features.width)
+        tl.store(target + at * features.width + columns, token, mask=columns < features.width)
+    else:
+        tl.store(target + at * features.width + columns, tl.load(new + source * features.width + columns))

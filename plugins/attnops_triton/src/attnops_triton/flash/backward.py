@@ -6,24 +6,25 @@ order, except `fused`. They also compute the gradients of the values of an eleme
 
 from __future__ import annotations
 
-import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attnops.kernels import folds_batch
 from attnops_triton.flash.blackwell import backward as blackwell
-from attnops_triton.flash.hopper import backward as hopper
-from attnops_triton.flash.loops import place_by_key, place_by_query, schedule_operands, tile_loops
-from attnops_triton.flash.operands import Arrays, Operand, base, score_operands
+from attnops_triton.flash.blackwell.options import BackwardOptions
+from attnops_triton.flash.hopper import by_key as hopper_by_key
+from attnops_triton.flash.hopper import by_query as hopper_by_query
+from attnops_triton.flash.hopper.options import HopperOptions
+from attnops_triton.flash.kernels.backward import attnops_flash_backward_key, attnops_flash_backward_query
+from attnops_triton.flash.launch import launch, schedule_operands, schedule_sizes, sizes_by_key, sizes_by_query
+from attnops_triton.flash.operands import Arrays, Operand, score_operands
 from attnops_triton.flash.plan import LOG2E, FlashPlan, cdiv
-from attnops_triton.flash.steps import recompute_weights, score_gradients
-from attnops_triton.flash.tile import TileWriter, dtype
+from attnops_triton.flash.sizes import is_even
 from attnops_triton.flash.tile_schedule import TileSchedule
 from attnops_triton.flash.tile_sizes import known
-from attnops_triton.language.launch import launch
-from attnops_triton.language.source import SourceWriter, number
+from attnops_triton.language.translate import differentiable
 from attnops_triton.targets import TENSOR_MEMORY
 
 
@@ -96,16 +97,17 @@ def _by_query(
         operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
         outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
         outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
-        write: SourceWriter
+        sizes, programs = sizes_by_query(plan, plan.by_query)
+        function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
         if plan.by_query.specialised:
-            module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-            partitioned, programs = module.write_by_query(plan, operands, schedule)
-            outputs["scratch"] = partitioned.scratch(programs)
-            write = partitioned
-        else:
-            write, programs = _write_by_query(plan, operands, schedule, wanted)
-        results = launch(plan, plan.by_query, write, "attnops_flash_backward_query", operands, outputs, programs)
-        results.pop("scratch", None)
+            options |= {"kind": HopperOptions, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
+            function = hopper_by_query.attnops_flash_backward_query
+            if plan.arch in TENSOR_MEMORY:
+                function = blackwell.attnops_flash_backward_query
+                options["kind"] = BackwardOptions
+        results = launch(
+            plan, plan.by_query, function, operands, outputs, programs, sizes | schedule_sizes(schedule), **options
+        )
         return tuple(results.values())
 
     return run(plan, inputs, arrays, schedule)
@@ -163,18 +165,25 @@ def _run_by_key(
     shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
     outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}
     outputs |= {f"dk_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.S), jnp.float32) for i in wanted}
-    write: SourceWriter
-    if plan.by_key.specialised:
-        module = blackwell if plan.arch in TENSOR_MEMORY else hopper
-        partitioned, programs = module.write_by_key(plan, operands, schedule, padded)
-        outputs["scratch"] = partitioned.scratch(programs)
-        write = partitioned
-    else:
-        write, programs = _write_by_key(plan, operands, schedule, wanted)
-    name = "attnops_flash_backward" if added else "attnops_flash_backward_key"
     aliases = dict(zip(added, (x.name for x in before), strict=True))
-    results = launch(plan, plan.by_key, write, name, operands, outputs, programs, aliases)
-    results.pop("scratch", None)
+    sizes, programs = sizes_by_key(plan, plan.by_key)
+    function, options = attnops_flash_backward_key, _differentiates(plan, schedule, wanted)
+    options |= {"transposed": True, "flat": _is_flat(plan, arrays, schedule, wanted)}
+    if plan.by_key.specialised:
+        function = hopper_by_key.attnops_flash_backward if added else hopper_by_key.attnops_flash_backward_key
+        options["kind"] = HopperOptions
+        if plan.arch in TENSOR_MEMORY:
+            function = blackwell.attnops_flash_backward_key
+            options["kind"] = BackwardOptions
+        by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
+        # A copy of half the columns of keys is needed where their buffer can't be sliced.
+        maps = 5 + 2 * by_map + (0 if not added else 1 if plan.D >= 128 else 2)
+        options |= {"maps": maps, "fuses_dq": bool(added)}
+        sizes |= {"padded": padded, "statistics_rows": plan.B * plan.H * 2}
+    results = launch(
+        plan, plan.by_key, function, operands, outputs, programs, sizes | schedule_sizes(schedule), aliases,
+        **options,
+    )  # fmt: skip
     if plan.splits_groups:
         for name, shape in shapes.items():
             summed = results[name].reshape(plan.B, plan.S, plan.K, plan.G, shape[-1]).sum(axis=3)
@@ -182,126 +191,24 @@ def _run_by_key(
     return results
 
 
-def _write_by_query(
-    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
-) -> tuple[SourceWriter, int]:
-    write = SourceWriter()
-    bq, bk, scoring = plan.by_query.bq, plan.by_query.bk, plan.scoring
-    tile = TileWriter.make(write, plan, plan.by_query, operands)
-    ragged = not tile.even
-    programs = place_by_query(write, plan, bq)
-    write(f"q0 = row * {bq}")
-    tile.queries()
-    tile.load("q", "q", plan.H, "h", plan.D, ragged)
-    tile.load("d_out", "q", plan.H, "h", plan.Dv, ragged)
-    tile.load_values("", False)
-    tile.load_values("q", ragged)
-    tile.load_statistics(ragged)
-    for i, (_, width) in enumerate(plan.chunks(plan.D)):
-        write(f"dq_{i} = tl.full([{bq}, {width}], 0.0, tl.float32)")
-    for i in wanted:
-        write(f"dq_bias{i} = tl.full([{bq}], 0.0, tl.float32)")
+def _is_flat(plan: FlashPlan, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]) -> bool:
+    """Whether the kernel by keys has one loop over both heads and tiles.
 
-    def body(masked: bool) -> None:
-        edge = masked and not tile.even
-        tile.keys()
-        tile.load("k", "kv", plan.K, "k", plan.D, edge)
-        tile.load_values("kv", edge)
-        tile.product("s", "q", "k", plan.D)
-        tile.load("v", "kv", plan.K, "k", plan.Dv, edge)
-        tile.product("dp", "d_out", "v", plan.Dv)
-        has_ok = recompute_weights(tile, masked, edge)
-        if scoring.dropout_prob:
-            tile.dropout()
-        score_gradients(tile, has_ok)
-        tile.cap_and_bias_vjp()
-        for i in wanted:
-            write(f"dq_bias{i} += tl.reduce(d_bias{i}, 1, total)")
-        if has_ok:
-            tile.zero_masked_tokens("kv", *(f"k_{i}" for i in range(len(plan.chunks(plan.D)))))
-        write(f"ds = ds.to({dtype(plan)})")
-        for i in range(len(plan.chunks(plan.D))):
-            tile.dot(f"dq_{i}", "ds", f"k_{i}", add=True)
-
-    tile_loops(write, schedule, "kv0", bk, tile.even, body)
-    for i in range(len(plan.chunks(plan.D))):
-        write(f"dq_{i} = dq_{i} * {number(float(plan.scale))}")
-    tile.store("dq", "dq", "q", plan.H, "h", plan.D, f"tl.{plan.gradient_dtype}")
-    for i in wanted:
-        masked = ", mask=qi < T" if ragged else ""
-        write(f"tl.store({base(write, f'dq_bias{i}', '', plan.H, 'T')} + qi, dq_bias{i}{masked})")
-    return write, programs
-
-
-def _write_by_key(
-    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, wanted: tuple[int, ...]
-) -> tuple[SourceWriter, int]:
-    write = SourceWriter()
-    bq, bk, scoring = plan.by_key.bq, plan.by_key.bk, plan.scoring
-    tile = TileWriter.make(write, plan, plan.by_key, operands, transposed=True)
-    ragged = not tile.even
-    programs = place_by_key(write, plan, bk)
-    write(f"kv0 = row * {bk}")
-    tile.keys()
-    tile.load("k", "kv", plan.K, "k", plan.D, ragged)
-    tile.load("v", "kv", plan.K, "k", plan.Dv, ragged)
-    for name, dim in (("dk", plan.D), ("dv", plan.Dv)):
-        for i, (_, width) in enumerate(plan.chunks(dim)):
-            write(f"{name}_{i} = tl.full([{bk}, {width}], 0.0, tl.float32)")
-
-    def body(masked: bool) -> None:
-        edge = masked and not tile.even
-        tile.queries()
-        tile.load("q", "q", plan.H, "h", plan.D, edge)
-        tile.load_values("q", edge)
-        tile.product("s", "q", "k", plan.D)
-        # Loaded where they are used, which saves registers. The pipeline still fetches them a tile ahead.
-        tile.load_statistics(edge, ("m", "log2_sum"))
-        has_ok = recompute_weights(tile, masked, scoring.has_fully_masked_tokens)
-        tile.load("d_out", "q", plan.H, "h", plan.Dv, edge)
-        if has_ok:
-            names = [f"q_{i}" for i in range(len(plan.chunks(plan.D)))]
-            tile.zero_masked_tokens("q", *names, *(f"d_out_{i}" for i in range(len(plan.chunks(plan.Dv)))))
-        weights = "p"
-        if scoring.dropout_prob:
-            tile.dropout()
-            write(f"p_kept = tl.where(keep, p * {number(1 / (1 - scoring.dropout_prob))}, 0.0)")
-            weights = "p_kept"
-        write(f"weights = {weights}.to({dtype(plan)})")
-        for i in range(len(plan.chunks(plan.Dv))):
-            tile.dot(f"dv_{i}", "weights", f"d_out_{i}", add=True)
-        tile.product("dp", "d_out", "v", plan.Dv)
-        tile.load_statistics(edge, ("delta",))
-        score_gradients(tile, has_ok)
-        tile.cap_and_bias_vjp()
-        for i in wanted:
-            write(f"dk_bias{i} += tl.reduce(d_bias{i}, 1, total)")
-        write(f"ds = ds.to({dtype(plan)})")
-        for i in range(len(plan.chunks(plan.D))):
-            tile.dot(f"dk_{i}", "ds", f"q_{i}", add=True)
-
-    split = plan.splits_groups
-    # One loop over both heads and tiles costs 2 to 4 % more instructions. It is used where nested loops would spill
-    # registers between heads: with sums in tensor memory, and with a separate loop over PARTIAL tiles.
-    has_two_loops = ragged or schedule.constant is None
+    It costs 2 to 4 % more instructions. It is used where nested loops would spill registers between heads: with sums in
+    tensor memory, and with a separate loop over PARTIAL tiles. Specialised kernels have it wherever heads have the same
+    tiles.
+    """
+    has_two_loops = not is_even(plan, plan.by_key) or schedule.constant is None
     spills = plan.arch in TENSOR_MEMORY or (known(plan.arch) in ("sm_80", "gfx942") and has_two_loops)
-    heads_are_alike = schedule.map_shape[1] == 1 and not wanted and not tile.has_values_by_head
-    flat = spills and plan.G > 1 and not split and heads_are_alike
-    with contextlib.nullcontext() if split or flat else write.block(f"for g in range(0, {plan.G}):"):
-        if not split and not flat:
-            write(f"h = k * {plan.G} + g")
-        tile.load_values("", False)
-        tile.load_values("kv", ragged)
-        for i in wanted:
-            write(f"dk_bias{i} = tl.full([{bk}], 0.0, tl.float32)")
-        tile_loops(write, schedule, "q0", bq, tile.even, body, plan.G if flat else 0)
-        for i in wanted:
-            masked = ", mask=ki < S" if ragged else ""
-            write(f"tl.store({base(write, f'dk_bias{i}', '', plan.H, 'S')} + ki, dk_bias{i}{masked})")
-    for i in range(len(plan.chunks(plan.D))):
-        write(f"dk_{i} = dk_{i} * {number(float(plan.scale))}")
-    heads_and_index = (plan.H, "h") if split else (plan.K, "k")
-    dtype_of_sums = "tl.float32" if split else f"tl.{plan.gradient_dtype}"
-    tile.store("dk", "dk", "kv", *heads_and_index, plan.D, dtype_of_sums)
-    tile.store("dv", "dv", "kv", *heads_and_index, plan.Dv, dtype_of_sums)
-    return write, programs
+    if plan.by_key.specialised:
+        return plan.G > 1 and not plan.splits_groups and schedule.map_shape[1] == 1
+    heads_are_alike = schedule.map_shape[1] == 1 and not wanted
+    heads_are_alike &= all(x.shape[1] == 1 for x in (*arrays.mask, *arrays.bias))
+    return spills and plan.G > 1 and not plan.splits_groups and heads_are_alike
+
+
+def _differentiates(plan: FlashPlan, schedule: TileSchedule, wanted: tuple[int, ...]) -> dict[str, Any]:
+    """Options of the backward kernels."""
+    bias = plan.scoring.bias
+    places = () if bias is None else tuple(differentiable(bias).index(i) for i in wanted)
+    return {"differentiates": True, "wanted": places, "map_by_head": schedule.map_shape[1] > 1}

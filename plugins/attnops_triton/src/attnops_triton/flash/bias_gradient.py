@@ -7,13 +7,11 @@ import jax.numpy as jnp
 
 from attnops.kernels import one_by_one
 from attnops_triton.flash.backward import Inputs, input_operands
+from attnops_triton.flash.kernels.bias_gradient import attnops_flash_array_gradient, attnops_flash_table_gradient
+from attnops_triton.flash.launch import launch
 from attnops_triton.flash.operands import Arrays, Operand
 from attnops_triton.flash.plan import FlashPlan, cdiv
-from attnops_triton.flash.steps import recompute_weights, score_gradients
-from attnops_triton.flash.tile import TileWriter
 from attnops_triton.flash.tile_schedule import EveryTile
-from attnops_triton.language.launch import launch
-from attnops_triton.language.source import SourceWriter
 
 
 @one_by_one
@@ -31,30 +29,12 @@ def array_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tiles: Every
     shape = arrays.array.shape
     operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
     outputs = {"d_array": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    write, sizes = SourceWriter(), plan.by_score
-    tile = TileWriter.make(write, plan, sizes, operands)
-    rows, columns = cdiv(plan.T, sizes.bq), cdiv(plan.S, sizes.bk)
-    write.integer("rows", rows)
-    write.integer("columns", columns)
-    write(
-        "pid = tl.program_id(0)",
-        "row = pid // columns % rows",
-        "column = pid % columns",
-        "lead = pid // (rows * columns)",
-        f"q0 = row * {sizes.bq}",
-        f"kv0 = column * {sizes.bk}",
-        f"acc = tl.full({tile.shape}, 0.0, tl.float32)",
-    )
-    tile.queries()
-    tile.keys()
-    batches, heads = (1 if size > 1 else full for size, full in zip(shape, (plan.B, plan.H), strict=False))
-    with write.block(f"for r in range(0, {write.integer('batches', batches)} * {heads}):"):
-        write(f"b = lead // {shape[1]} + r // {heads}", f"h = lead % {shape[1]} + r % {heads}")
-        _add(tile, operands)
-    at = "d_array_ptr + lead.to(tl.int64) * T * S + q0.to(tl.int64) * S + kv0.to(tl.int64)"
-    write(f"tl.store({at} + (qx - q0) * S + (kx - kv0), acc, mask=(qx < T) & (kx < S))")
+    rows, columns = cdiv(plan.T, plan.by_score.bq), cdiv(plan.S, plan.by_score.bk)
+    batches = 1 if shape[0] > 1 else plan.B
     programs = shape[0] * shape[1] * rows * columns
-    return launch(plan, sizes, write, "attnops_flash_array_gradient", operands, outputs, programs)["d_array"]
+    sizes = {"rows": rows, "columns": columns, "batches": batches}
+    results = launch(plan, plan.by_score, attnops_flash_array_gradient, operands, outputs, programs, sizes)
+    return results["d_array"]
 
 
 @one_by_one
@@ -71,62 +51,17 @@ def table_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tiles: Every
         tiles: the coverage of every tile; tiles are square.
     """
     operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
-    write, sizes = SourceWriter(), plan.by_score
-    n = sizes.bq
-    tile = TileWriter.make(write, plan, sizes, operands)
+    n = plan.by_score.bq
     rows, columns = cdiv(plan.T, n), cdiv(plan.S, n)
-    diagonals = rows + columns - 1
-    outputs = {"sums": jax.ShapeDtypeStruct((plan.H, diagonals, n, n), jnp.float32)}
-    write.integer("rows", rows)
-    write.integer("columns", columns)
-    write(
-        "pid = tl.program_id(0)",
-        "h = pid // (rows + columns - 1)",
-        "ahead = pid % (rows + columns - 1) - (rows - 1)",
-        "first = tl.maximum(0, -ahead)",
-        "last = tl.minimum(rows, columns - ahead)",
-        f"acc = tl.full({tile.shape}, 0.0, tl.float32)",
-    )
-    with write.block("for r in range(first, last):"):
-        write("row = r + 0", "column = row + ahead", f"q0 = row * {n}", f"kv0 = column * {n}")
-        tile.queries()
-        tile.keys()
-        with write.block(f"for batch in range(0, {write.integer('batches', plan.B)}):"):
-            write("b = h * 0 + batch")
-            _add(tile, operands)
-    i = f"tl.arange(0, {n})"
-    write(f"tl.store(sums_ptr + pid.to(tl.int64) * {n * n} + {i}[:, None] * {n} + {i}[None, :], acc)")
-    sums = launch(plan, sizes, write, "attnops_flash_table_gradient", operands, outputs, plan.H * diagonals)["sums"]
-    return _by_distance(sums, plan)
+    programs = plan.H * (rows + columns - 1)
+    outputs = {"sums": jax.ShapeDtypeStruct((plan.H, rows + columns - 1, n, n), jnp.float32)}
+    sizes = {"rows": rows, "columns": columns, "batches": plan.B}
+    results = launch(plan, plan.by_score, attnops_flash_table_gradient, operands, outputs, programs, sizes)
+    return _by_distance(results["sums"], plan)
 
 
 def _tile_operands(tiles: EveryTile) -> list[Operand]:
     return [Operand(name, array) for name, array in tiles._asdict().items() if array is not None]
-
-
-def _add(tile: TileWriter, operands: list[Operand]) -> None:
-    """Add the gradient of the tile's scores to ``acc``."""
-    write, plan = tile.write, tile.plan
-    at = f"{tile.base('coverage', 'rows * columns')} + row * columns + column"
-    with write.block(f"if tl.load({at}) > 0:"):
-        write(f"k = h // {plan.G}")
-        if plan.bit_mask:
-            write(f"bits_at = tl.load({tile.base('numbers', 'rows * columns')} + row * columns + column)")
-        tile.load("q", "q", plan.H, "h", plan.D, True)
-        tile.load("d_out", "q", plan.H, "h", plan.Dv, True)
-        tile.load_values("", False)
-        tile.load_values("q", True)
-        tile.load_statistics(True)
-        tile.load("k", "kv", plan.K, "k", plan.D, True)
-        tile.load_values("kv", True)
-        tile.product("s", "q", "k", plan.D)
-        tile.load("v", "kv", plan.K, "k", plan.Dv, True)
-        tile.product("dp", "d_out", "v", plan.Dv)
-        has_ok = recompute_weights(tile, True, True)
-        if plan.scoring.dropout_prob:
-            tile.dropout()
-        score_gradients(tile, has_ok)
-        write("acc += ds")
 
 
 def _by_distance(sums: jax.Array, plan: FlashPlan) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The operands of kernels other than query, key and value, and pointers to the elements of a batch and head."""
+"""The operands of kernels other than query, key and value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from attnops_triton.flash.plan import FlashPlan
-from attnops_triton.language.source import SourceWriter
 
 if TYPE_CHECKING:
     from attnops.typing import Array
@@ -58,18 +57,3 @@ def score_operands(plan: FlashPlan, arrays: Arrays) -> list[Operand]:
     operands += [Operand(name, getattr(arrays, name)) for name in ("table", "array", "dropout")
                  if getattr(arrays, name) is not None]  # fmt: skip
     return operands
-
-
-def base(write: SourceWriter, name: str, batched: str, heads: int, size: str) -> str:
-    """The pointer to the elements of batch ``b`` and head ``h`` in an array [B or 1, heads or 1, …].
-
-    Args:
-        write: the kernel's lines.
-        name: the name of the array.
-        batched: an expression that is 1 if the array has a batch axis, 0 if all batches share one; empty for 1.
-        heads: the second dimension of the array.
-        size: the number of elements per batch and head, as Triton source.
-    """
-    b = f"(b * {batched})" if batched else "b"
-    text = f"{name}_ptr + {b}.to(tl.int64) * {heads} * {size}"
-    return f"{text} + h.to(tl.int64) * {size}" if heads > 1 else text

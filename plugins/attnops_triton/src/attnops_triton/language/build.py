@@ -16,7 +16,7 @@ import jax
 
 from attnops_triton import versions
 from attnops_triton.language import store
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import AnyKernel
 from attnops_triton.targets import capability, is_amd, ptx_version, wave_size
 
 _POINTERS: Final = {
@@ -40,7 +40,7 @@ class Recipe:
     """Everything that a program's code depends on, except the versions of the compilers.
 
     Attributes:
-        kernel: its text.
+        kernel: its text or its function.
         dtypes: names of the dtypes of its arrays.
         divisible: names of its integer arguments that are multiples of 16.
         warps: warps per program.
@@ -49,7 +49,7 @@ class Recipe:
         registers: the most registers per thread; 0 leaves the number to the assembler. Only for NVIDIA GPUs.
     """
 
-    kernel: KernelSource
+    kernel: AnyKernel
     dtypes: tuple[str, ...]
     divisible: frozenset[str]
     warps: int
@@ -60,7 +60,7 @@ class Recipe:
     def key(self) -> str:
         """A unique name of the program: a hash of this recipe and of the versions of the compilers."""
         parts = (
-            self.kernel.text, self.dtypes, sorted(self.divisible), self.warps, self.stages, self.arch,
+            self.kernel.key, self.dtypes, sorted(self.divisible), self.warps, self.stages, self.arch,
             self.registers, ptx_version(self.arch, self.kernel.gluon), wave_size(self.arch), store.FORMAT,
             *(versions.version_of(name) for name in ("triton", "attnops-triton")),
         )  # fmt: skip
@@ -147,7 +147,7 @@ def compiled(recipe: Recipe) -> CompiledKernel:
     return CompiledKernel(metadata["name"], threads, metadata["shared"], text.encode())
 
 
-def _with_scratch(kernel: KernelSource, ptx: str) -> str:
+def _with_scratch(kernel: AnyKernel, ptx: str) -> str:
     """PTX that reads the address of its scratch memory from the last pointer, not from the next to last parameter.
 
     jaxlib's launcher passes null for that parameter. PTX before 8.6 also needs another name for the shared memory that
@@ -159,6 +159,30 @@ def _with_scratch(kernel: KernelSource, ptx: str) -> str:
         raise NotImplementedError(f"{kernel.name} does not have its scratch memory in {hidden}")
     ptx = ptx.replace(hidden, given)
     return re.sub(r"(cp\.async\.bulk\.tensor\.\dd)\.shared::cta\.global", r"\1.shared::cluster.global", ptx)
+
+
+def _signature(recipe: Recipe) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], list[tuple[int, ...]]]:
+    """Triton's types by parameter, compile-time values, and which arguments are multiples of 16, both by path."""
+    kernel = recipe.kernel
+    types = dict(zip(kernel.pointers, (_POINTERS[name] for name in recipe.dtypes), strict=True))
+    types |= dict.fromkeys(kernel.integers, "i32")
+    constants: dict[tuple[int, ...], Any] = {}
+    aligned: list[tuple[int, ...]] = []
+
+    def type_of(x: Any, path: tuple[int, ...]) -> Any:
+        if isinstance(x, tuple):
+            inner = [type_of(y, (*path, i)) for i, y in enumerate(x)]
+            return type(x)(*inner) if hasattr(x, "_fields") else tuple(inner)
+        if not isinstance(x, str):
+            constants[path] = x
+            return "constexpr"
+        if x in kernel.pointers or x in recipe.divisible:
+            aligned.append(path)
+        return types[x]
+
+    named = kernel.arguments({name: name for name in types})
+    given = zip(kernel.parameters, named, strict=True)
+    return {name: type_of(x, (i,)) for i, (name, x) in enumerate(given)}, constants, aligned
 
 
 def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -175,12 +199,10 @@ def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     if kernel.gluon:
         from triton.experimental.gluon._runtime import GluonASTSource
     amd = is_amd(arch)
-    types = [_POINTERS[name] for name in recipe.dtypes] + ["i32"] * len(kernel.integers)
-    names = (*kernel.pointers, *kernel.integers)
-    aligned = [i for i, name in enumerate(names) if i < len(kernel.pointers) or name in recipe.divisible]
+    signature, constants, aligned = _signature(recipe)
     source = (GluonASTSource if kernel.gluon else ASTSource)(
-        jit(kernel), signature=dict(zip(names, types, strict=True)), constexprs={},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        jit(kernel), signature=signature, constexprs=constants,
+        attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )  # fmt: skip
     target = GPUTarget("hip" if amd else "cuda", arch if amd else capability(arch), wave_size(arch))
     backend = make_backend(target)

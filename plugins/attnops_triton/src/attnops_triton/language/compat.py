@@ -4,66 +4,79 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import linecache
-from typing import TYPE_CHECKING, Any, Final
+from types import CodeType
+from typing import TYPE_CHECKING, Any
 
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import AnyKernel, KernelFunction, KernelSource
 
 if TYPE_CHECKING:
     from attnops.typing import Function
 
-# Names that kernels use from Gluon's modules for Hopper and Blackwell.
-GLUON: Final = ("tma", "mbarrier", "warpgroup_mma", "warpgroup_mma_wait", "fence_async_shared")
-TENSOR_MEMORY: Final = ("TensorMemoryLayout", "allocate_tensor_memory", "tcgen05_mma", "tcgen05_commit")
-
 
 @functools.lru_cache(maxsize=1024)
-def function(kernel: KernelSource) -> Function:
-    """The Python function of a kernel's text in Triton's language."""
+def function(kernel: AnyKernel) -> tuple[Function, dict[str, Function]]:
+    """The Python function of a kernel in Triton's language, and those that it calls by name, undecorated."""
     import triton.language as tl
 
     # The combine functions of `tl.max` and `tl.sum`, which can't be interpreted in a process that compiles kernels too.
     standard = tl.standard
     names = {"tl": tl, "largest": standard._elementwise_max, "total": standard._sum_combine}
-    return functions(kernel, names)[kernel.name]
+    found = functions(kernel, surroundings(kernel) | names)
+    return found[kernel.name], found
 
 
-def functions(kernel: KernelSource, names: dict[str, Any]) -> dict[str, Function]:
+def surroundings(kernel: AnyKernel) -> dict[str, Any]:
+    """The globals of a kernel's functions, without these functions."""
+    if isinstance(kernel, KernelSource):
+        return {}
+    names: dict[str, Any] = {}
+    for each in kernel.reachable.values():
+        names |= each.fn.__globals__
+    return {name: x for name, x in names.items() if name not in kernel.reachable}
+
+
+@functools.lru_cache(maxsize=4096)
+def jitted(name: str, text: str, gluon: bool = False) -> Any:
+    """A function in Triton's language, or in Gluon, from its text: one object per text, so that JAX traces nothing
+    again.
+    """
+    import triton
+    import triton.language as tl
+
+    if gluon:
+        from triton.experimental.gluon import language as tl
+    return triton.jit(functions(KernelSource(name, (), (), text), {"tl": tl})[name])
+
+
+def functions(kernel: AnyKernel, names: dict[str, Any]) -> dict[str, Function]:
     """The Python functions of a kernel's text. `inspect` can find their source, which Triton needs.
 
     Args:
         kernel: the kernel.
         names: what its text refers to; the functions are added.
     """
-    file = f"<{kernel.name} {hashlib.sha256(kernel.text.encode()).hexdigest()[:12]}>"
-    linecache.cache[file] = (len(kernel.text), None, kernel.text.splitlines(keepends=True), file)
     names["__name__"] = "attnops_triton.kernels"
     known = {*names}
-    exec(compile(kernel.text, file, "exec"), names)
+    exec(_code(kernel.name, kernel.text), names)
     return {name: x for name, x in names.items() if name not in known and name != "__builtins__"}
 
 
 @functools.lru_cache(maxsize=1024)
-def jit(kernel: KernelSource) -> Any:
+def _code(name: str, text: str) -> CodeType:
+    file = f"<{name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    return compile(text, file, "exec")
+
+
+@functools.lru_cache(maxsize=1024)
+def jit(kernel: AnyKernel) -> Any:
     """A kernel for Triton's compiler."""
     import triton
 
-    return _gluon(kernel) if kernel.gluon else triton.JITFunction(function(kernel))
-
-
-def _gluon(kernel: KernelSource) -> Any:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonJITFunction
-    from triton.experimental.gluon.language.nvidia import blackwell, hopper
-
-    standard = importlib.import_module("triton.language.standard")
-    names: dict[str, Any] = {"tl": gl, "largest": standard._elementwise_max, "total": standard._sum_combine}
-    names |= {name: getattr(hopper, name) for name in GLUON}
-    names |= {name: getattr(blackwell, name) for name in TENSOR_MEMORY}
-    compiled = {name: GluonJITFunction(x) for name, x in functions(kernel, names).items()}
-    names |= compiled
-    return compiled[kernel.name]
+    if isinstance(kernel, KernelFunction):
+        return kernel.function
+    return triton.JITFunction(function(kernel)[0])
 
 
 def device_name() -> str:

@@ -12,23 +12,23 @@ import jax
 import numpy as np
 
 from attnops_triton.language.compat import function
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.source import AnyKernel
 
 if TYPE_CHECKING:
-    from attnops.typing import NumpyArray, PyTree
+    from attnops.typing import Function, NumpyArray, PyTree
 
 # The interpreter patches Triton's functions while it runs.
 _LOCK = threading.Lock()
 
 
 def interpreted(
-    kernel: KernelSource, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
+    kernel: AnyKernel, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
     dtypes: tuple[str, ...], *arrays: jax.Array, aliases: tuple[tuple[int, int], ...] = (),
 ) -> PyTree:  # fmt: skip
     """A kernel's results. They are NaN before it runs, so that missing stores are noticed.
 
     Args:
-        kernel: its text.
+        kernel: its text or its function.
         integers: its integer arguments.
         shapes: the shapes of the results.
         programs: the size of the grid.
@@ -51,7 +51,7 @@ def interpreted(
 
 
 def run_on_host(
-    kernel: KernelSource, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+    kernel: AnyKernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
 ) -> None:
     """Interpret a kernel, which writes to ``results``."""
     if kernel.gluon:
@@ -70,9 +70,19 @@ def run_on_host(
             functions = interpreter._interpreter
             stack.callback(setattr, interpreter, "_interpreter", functions)
             interpreter._interpreter = _Listing(functions, kernel.name, [*arrays, *results], _listed)
-        interpreter.InterpretedFunction(function(kernel)).run(
-            *(Buffer(x) for x in (*arrays, *results)), *integers, grid=(programs,), warmup=False
-        )
+        called, helpers = function(kernel)
+        values: dict[str, Any] = dict(zip(kernel.pointers, map(Buffer, (*arrays, *results)), strict=True))
+        values |= dict(zip(kernel.integers, integers, strict=True))
+        given = [undecorated(x, helpers) for x in kernel.arguments(values)]
+        interpreter.InterpretedFunction(called).run(*given, grid=(programs,), warmup=False)
+
+
+def undecorated(options: Any, helpers: dict[str, Function]) -> Any:
+    """Options, with undecorated functions in place of those for the compiler."""
+    if not dataclasses.is_dataclass(options) or isinstance(options, type):
+        return options
+    changed = {name: helpers[x.fn.__name__] for name, x in vars(options).items() if hasattr(x, "fn")}
+    return dataclasses.replace(options, **changed)
 
 
 class Buffer:

@@ -16,9 +16,8 @@ from attnops.kernels import TraceContext, equally_varying
 from attnops_triton.caches.plan import CachePlan, CacheTileSizes
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import FlashPlan, TileSizes
-from attnops_triton.flash.sizes import divisible
 from attnops_triton.language.build import Recipe
-from attnops_triton.language.source import SourceWriter
+from attnops_triton.language.source import AnyKernel
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
@@ -64,16 +63,8 @@ def recording() -> Iterator[list[Launched]]:
         yield record.launched
 
 
-def launch(
-    plan: FlashPlan, tiles: TileSizes, write: SourceWriter, name: str, operands: list[Operand],
-    outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, aliases: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, jax.Array]:  # fmt: skip
-    """Run a kernel of `attnops_triton.flash`; see `launch_any`."""
-    return launch_any(plan, tiles, write, name, operands, outputs, programs, divisible(plan, tiles), aliases)
-
-
 def launch_any(
-    plan: AnyPlan, tiles: AnyTiles, write: SourceWriter, name: str, operands: list[Operand],
+    plan: AnyPlan, tiles: AnyTiles, kernel: AnyKernel, integers: tuple[int, ...], operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, divisible: frozenset[str],
     aliases: Mapping[str, str] = MappingProxyType({}), stored: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:  # fmt: skip
@@ -82,10 +73,10 @@ def launch_any(
     Args:
         plan: the plan of the call.
         tiles: warps and stages.
-        write: the kernel's lines.
-        name: the name of the kernel.
-        operands: the inputs, by parameter.
-        outputs: shapes and dtypes of the outputs, by parameter.
+        kernel: the kernel.
+        integers: its integer arguments.
+        operands: the inputs, in the order of its pointers.
+        outputs: shapes and dtypes of the outputs, in the order of its pointers.
         programs: the size of the grid.
         divisible: the integer arguments that the program may rely on to be multiples of 16.
         aliases: by output that is written in place of an operand, the operand's name.
@@ -94,13 +85,11 @@ def launch_any(
     from attnops_triton.language.call import triton_call
     from attnops_triton.language.interpreter import interpreted
 
-    kernel = write.kernel(name, [f"{x}_ptr" for x in (*(o.name for o in operands), *outputs)])
     arrays, shapes = [operand.array for operand in operands], tuple(outputs.values())
     names = [*(operand.name for operand in operands), *outputs]
     dtypes = tuple(stored.get(name, x.dtype.name) for name, x in zip(names, (*arrays, *shapes), strict=True))
     recipe = Recipe(kernel, dtypes, divisible, tiles.warps, tiles.stages, plan.arch, tiles.registers)
     pairs = tuple((names.index(source), list(outputs).index(name)) for name, source in aliases.items())
-    integers = tuple(write.integers.values())
     record = _RECORD.value
     if record is not None:
         record.launched.append(Launched(recipe, integers, tiles, plan, programs))

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 import ml_dtypes
 import numpy as np
 
-from attnops_triton.language.compat import functions
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.compat import functions, surroundings
+from attnops_triton.language.interpreter import undecorated
+from attnops_triton.language.source import AnyKernel
 
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
 # Whether products in tensor memory run when they are issued rather than when they are waited for. A GPU may do either.
 EAGER: Final = False
 _DTYPES: Final = {
-    "float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64,
-    "int1": np.bool_, "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64,
-    "uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32, "uint64": np.uint64,
+    "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp64": np.float64, "int1": np.bool_,
+    **{name: getattr(np, name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ class Tensor(np.ndarray[Any, Any]):
 
     def to(self, dtype: Any, bitcast: bool = False) -> Any:
         """The values in another dtype, or the bits."""
-        return self.view(dtype) if bitcast else self.astype(dtype)
+        return self.view(_numpy(dtype)) if bitcast else self.astype(_numpy(dtype))
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         return np.asarray(array).view(Tensor)
@@ -50,6 +50,15 @@ class Tensor(np.ndarray[Any, Any]):
 
 def _tensor(x: Any) -> Tensor:
     return np.asarray(x).view(Tensor)
+
+
+def _numpy(dtype: Any) -> Any:
+    """NumPy's dtype for Triton's."""
+    return _DTYPES[str(dtype)]
+
+
+def _full(shape: list[int], value: float, dtype: Any) -> NumpyArray:
+    return np.full(shape, value, _numpy(dtype))
 
 
 class Pointer:
@@ -102,7 +111,7 @@ class TensorMemory(Shared):
 
     def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> TensorMemory:
         """The same memory as elements of another dtype."""
-        return TensorMemory(self.array.view(dtype).reshape(shape))
+        return TensorMemory(self.array.view(_numpy(dtype)).reshape(shape))
 
 
 class TensorProduct:
@@ -311,22 +320,23 @@ class Machine:
         self.wake()
 
     def language(self) -> dict[str, Any]:
-        """The objects that the text of kernels refers to, by their names in Gluon."""
-        language = SimpleNamespace(
+        """The objects that kernels refer to, by their names."""
+        from triton import language as tl
+        from triton.experimental.gluon import language as gl
+
+        replaced = dict(
             program_id=lambda axis: _tensor(np.int32(self.program)), load=_load, store=_store, where=_where,
-            full=lambda shape, value, dtype, layout=None: _tensor(np.full(shape, value, dtype)),
+            full=lambda shape, value, dtype, layout=None: _tensor(_full(shape, value, dtype)),
             arange=lambda start, stop, layout=None: _tensor(np.arange(start, stop, dtype=np.int32)),
             minimum=lambda a, b: _tensor(np.minimum(a, b)), maximum=lambda a, b: _tensor(np.maximum(a, b)),
             reduce=lambda x, axis, combine: combine(x, axis), convert_layout=lambda x, layout: x,
-            static_range=range, warp_specialize=self.warp_specialize,
-            allocate_shared_memory=lambda dtype, shape, layout: Shared(np.full(shape, np.nan, dtype)),
-            NVMMADistributedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout,
-            BlockedLayout=_layout, SwizzledSharedLayout=_layout, NVMMASharedLayout=_SharedLayout, constexpr=object,
-            barrier=lambda: None, inline_asm_elementwise=_move,
+            static_range=range, warp_specialize=self.warp_specialize, barrier=lambda: None,
+            inline_asm_elementwise=_move,
+            allocate_shared_memory=lambda dtype, shape, layout: Shared(_full(shape, np.nan, dtype)),
             **{name: _elementwise(getattr(np, name)) for name in ("exp2", "log2", "exp", "log", "abs", "sqrt", "sin",
                                                                   "cos", "floor", "ceil")},
-            **_DTYPES,
         )  # fmt: skip
+        language = SimpleNamespace(**vars(tl) | vars(gl) | replaced)
         barriers = SimpleNamespace(
             allocate_mbarrier=lambda batch: Barriers(self, batch),
             init=_init,
@@ -339,43 +349,33 @@ class Machine:
             async_atomic_add=self.add, store_wait=self.wait_for_copies,
         )  # fmt: skip
         return {
-            "tl": language, "tma": maps, "mbarrier": barriers, "warpgroup_mma": self.multiply,
+            "tl": language, "gl": language, "tma": maps, "mbarrier": barriers, "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait_for_products, "fence_async_shared": lambda: None,
             "TensorMemoryLayout": lambda block, col_stride: None, "tcgen05_mma": self.issue,
             "tcgen05_commit": self.commit,
-            "allocate_tensor_memory": lambda dtype, shape, layout: TensorMemory(np.full(shape, np.nan, dtype)),
+            "allocate_tensor_memory": lambda dtype, shape, layout: TensorMemory(_full(shape, np.nan, dtype)),
             "pause": lambda: time.sleep(0.2),  # by which tests hold a partition up
             "largest": lambda x, axis: _tensor(np.max(x, axis)), "total": lambda x, axis: _tensor(np.sum(x, axis)),
         }  # fmt: skip
 
 
 def simulate(
-    kernel: KernelSource, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+    kernel: AnyKernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
 ) -> None:
     """Run a kernel, which writes to ``results``.
 
     Raises:
         TimeoutError: all partitions wait.
     """
-    pointers = [Pointer(x.reshape(-1)) for x in (*arrays, *results)]
-    numbers = [_tensor(np.int32(x)) for x in integers]
+    values: dict[str, Any] = {
+        name: Pointer(x.reshape(-1)) for name, x in zip(kernel.pointers, (*arrays, *results), strict=True)
+    }
+    values |= {name: _tensor(np.int32(x)) for name, x in zip(kernel.integers, integers, strict=True)}
+    given, outer = kernel.arguments(values), surroundings(kernel)
     with np.errstate(all="ignore"):
         for program in range(programs):
-            names = Machine(program).language()
-            functions(kernel, names)[kernel.name](*pointers, *numbers)
-
-
-def _layout(*_: Any) -> None:
-    return None
-
-
-class _SharedLayout:
-    """A layout of shared memory, which nothing depends on here."""
-
-    get_default_for = staticmethod(_layout)
-
-    def __init__(self, *_: int) -> None:
-        pass
+            found = functions(kernel, outer | Machine(program).language())
+            found[kernel.name](*(undecorated(x, found) for x in given))
 
 
 class _Map:
@@ -383,6 +383,7 @@ class _Map:
 
     def __init__(self, at: Pointer, shape: list[Any], strides: list[Any], block: list[int], layout: Any) -> None:
         self.at, self.shape, self.stride, self.block = at, [int(x) for x in shape], int(strides[0]), block
+        self.layout = layout
 
     def rows(self, corner: list[Any]) -> Iterator[tuple[int, slice]]:
         """The index of each row of a block that lies in the array, and where its elements are."""
@@ -465,8 +466,8 @@ def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
     return _tensor(found)
 
 
-def _store(at: Pointer, values: Any, mask: Any = True) -> None:
-    mask, index, values = np.broadcast_arrays(mask, at.at, values)
+def _store(at: Pointer, values: Any, mask: Any = None) -> None:
+    mask, index, values = np.broadcast_arrays(True if mask is None else mask, at.at, values)
     at.array[index[mask]] = values[mask]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +182,57 @@ def translate(write: SourceWriter, closed: JaxprLike, inputs: Sequence[str]) -> 
     return [value.text for value in _inline(write, closed.jaxpr, constants, given)]
 
 
+@functools.lru_cache(maxsize=1024)
+def mask_function(mask: Elementwise, arrays: int, gluon: bool = False) -> Any:
+    """A mask as a function in Triton's language, or in Gluon, of b, h, q, kv, its values, and ``arrays`` booleans."""
+    values = [*_values(mask), *(f"dense[{i}]" for i in range(arrays))]
+    write = SourceWriter()
+    (ok,) = translate(write, traced(mask, arrays), ["0.0", "b", "h", "q", "kv", *values])
+    return _function(write, "mask(b, h, q, kv, values, dense)", ok, gluon)
+
+
+@functools.lru_cache(maxsize=1024)
+def score_function(bias: Elementwise | None, cap: float | None, gluon: bool = False) -> Any:
+    """Soft cap and bias as a function in Triton's language, or in Gluon; None for neither.
+
+    The function is of scores, b, h, q, kv and the bias's values. It returns the scores, the scores without bias, and
+    the hyperbolic tangent of the soft cap.
+    """
+    if bias is None and cap is None:
+        return None
+    write, s = SourceWriter(), "unbiased"
+    write("curve = s", "unbiased = s")
+    if cap is not None:
+        write(f"x = s * {number(1 / float(cap))}")
+        write(f"curve = {tanh(write, 'x')}", f"unbiased = {number(float(cap))} * curve")
+    if bias is not None:
+        (s,) = translate(write, traced(bias, 0), ["unbiased", "b", "h", "q", "kv", *_values(bias)])
+    return _function(write, "score(s, b, h, q, kv, values)", f"{s}, unbiased, curve", gluon)
+
+
+@functools.lru_cache(maxsize=1024)
+def score_vjp_function(bias: Elementwise) -> Any:
+    """The derivative of a bias as a function in Triton's language of scores without bias, b, h, q, kv, the bias's
+    values, and the gradients of the scores.
+
+    It returns the gradients of its first argument, and of the values that `derivative` names.
+    """
+    write = SourceWriter()
+    given = ["s", "b", "h", "q", "kv", *_values(bias), "ds"]
+    results = translate(write, derivative(bias)[0], given)
+    return _function(write, "score_vjp(s, b, h, q, kv, values, ds)", "".join(f"{x}, " for x in results), False)
+
+
+def _values(function: Elementwise) -> list[str]:
+    return [f"values[{i}]" for i in range(len(function.values))]
+
+
+def _function(write: SourceWriter, head: str, result: str, gluon: bool) -> Any:
+    from attnops_triton.language.compat import jitted
+
+    return jitted(head.partition("(")[0], "\n".join([f"def {head}:", *write.lines, f"    return {result}", ""]), gluon)
+
+
 def _literal(value: Leaf, dtype: DType) -> Expression:
     scalar = np.asarray(value, dtype)
     if scalar.ndim:
@@ -245,13 +297,18 @@ def traced(function: Elementwise, given: int) -> JaxprLike:
     )
 
 
+def differentiable(function: Elementwise) -> list[int]:
+    """The indices of values that are floating-point numbers."""
+    return [i for i, dtype in enumerate(function.dtypes) if jnp.issubdtype(dtype, jnp.floating)]
+
+
 def derivative(function: Elementwise) -> tuple[JaxprLike, list[int]]:
     """The jaxpr of the derivative of a bias, and the indices of the values whose gradients it computes.
 
     Its inputs are those of `traced` and the gradient of the result; its results are the gradients of the scores and of
     these values.
     """
-    wanted = [i for i, dtype in enumerate(function.dtypes) if jnp.issubdtype(dtype, jnp.floating)]
+    wanted = differentiable(function)
 
     def pulled_back(s: jax.Array, b: Index, h: Index, q: Index, kv: Index, *values_and_d: Leaf) -> PyTree:
         *values, d = values_and_d

@@ -10,324 +10,423 @@ Products run in the order in which they are issued, as in `attnops_triton.flash.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import re
-from typing import ClassVar, Final
+from typing import Any, NamedTuple
 
-from attnops_triton.flash.blackwell.forward import COLUMNS, ROWS, moved
-from attnops_triton.flash.hopper.backward import share_statistics
-from attnops_triton.flash.hopper.partitions import Partition, PartitionedWriter, TokenBlock
-from attnops_triton.flash.loops import place_by_key, place_by_query
-from attnops_triton.flash.operands import Operand
-from attnops_triton.flash.plan import FlashPlan, TileSizes
-from attnops_triton.flash.steps import recompute_weights, score_gradients
-from attnops_triton.flash.tile import dtype
-from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import KernelSource, SourceWriter, number
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_commit, tcgen05_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-# Registers per thread of computing partitions and of partitions of one warp.
-_REGISTERS: Final = (240, 24)
+from attnops_triton.flash.blackwell.memory import allocate, moved, operands
+from attnops_triton.flash.hopper.shared import (
+    advance,
+    each_head,
+    each_tile,
+    find_tiles,
+    head_of_group,
+    hold,
+    load,
+    make_barriers,
+    output_map,
+    place_tile,
+    share_statistics,
+    stream,
+    tokens,
+    values_of_head,
+)
+from attnops_triton.flash.kernels.parameters import Sizes
+from attnops_triton.flash.kernels.scores import (
+    cap_and_bias_vjp,
+    load_values,
+    no_values,
+    recompute_scores,
+    score_gradients,
+    weights,
+)
+from attnops_triton.flash.kernels.tokens import load_statistic, place_by_key, place_by_query
 
 
-class _BackwardWriter(PartitionedWriter):
-    """The lines of a kernel.
+class Shared(NamedTuple):
+    """What the partitions share. "Scores" are the products s, whose left operand is q or k, and "gradients" dp, whose
+    left operand is d_out or v.
 
     Attributes:
-        multiplier: lines of the warp that issues all products.
-        buffers: the number of buffers of scores.
-        columns: columns per computing partition: half of the streamed side of a tile.
-        half: writes the half of a tile that a computing partition has.
+        first: the first token that the program holds.
+        held: the held operands of the products s and dp.
+        held_ready: their barrier.
+        rings: the streamed operands of these products. The gradients of scores are multiplied by that of s, the weights
+            by that of dp.
+        maps: the tensor maps of the outputs; 0 without them.
+        statistics: the logsumexp to base 2 in one term, and delta; 0 in the kernel by queries.
+        s, dp: tensor memory of products, and of weights and gradients of scores.
+        sums: tensor memory of the outputs: first that to which the gradients of scores add, then that to which the
+            weights add.
+        s_ready, dp_ready: the products are complete.
+        w_ready, ds_ready: a half has written its weights, or its gradients of scores.
+        finished: the sums are complete.
+        written: the outputs are in the held buffers.
     """
 
-    rows: ClassVar[int] = ROWS
-    copies: ClassVar[int] = 1
-
-    def __init__(
-        self, plan: FlashPlan, tiles: TileSizes, operands: list[Operand], schedule: TileSchedule,
-        *rows: tuple[TokenBlock, ...], buffers: int,
-    ) -> None:  # fmt: skip
-        super().__init__(plan, tiles, operands, schedule, *rows)
-        self.multiplier, self.buffers = SourceWriter(), buffers
-        self.multiplier.integers = self.integers
-        self.columns = (self.tile.bq if self.tile.transposed else self.tile.bk) // 2
-        bq, bk = (self.columns, self.tile.bk) if self.tile.transposed else (self.tile.bq, self.columns)
-        self.half = dataclasses.replace(self.tile, bq=bq, bk=bk)
-
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """Lines that name layouts in which a thread has one row."""
-        return (
-            f"scores_layout: tl.constexpr = tl.BlockedLayout([1, {self.columns}], [32, 1], [4, 1], [0, 1])",
-            f"sums_layout: tl.constexpr = tl.BlockedLayout([1, {COLUMNS}], [32, 1], [4, 1], [0, 1])",
-            "row_layout: tl.constexpr = tl.SliceLayout(1, scores_layout)",
-            "column_layout: tl.constexpr = tl.SliceLayout(0, scores_layout)",
-            "sums_row_layout: tl.constexpr = tl.SliceLayout(1, sums_layout)",
-        )
-
-    def share(self) -> None:
-        """Also write the allocation of tensor memory, and the barriers for its contents."""
-        super().share()
-        sums = ("dk", "dv") if self.tile.transposed else ("dq",)
-        shapes = {"s": (self.buffers, 2 * self.columns), "dp": (1, 2 * self.columns)}
-        for name, (copies, columns) in (shapes | dict.fromkeys(sums, (1, self.plan.D))).items():
-            self(
-                f"{name}_columns: tl.constexpr = TensorMemoryLayout([{ROWS}, {columns}], col_stride=1)",
-                f"{name}_memory = allocate_tensor_memory(tl.float32, [{copies}, {ROWS}, {columns}], {name}_columns)",
-            )
-        self.barriers("s_ready", self.buffers, 1)
-        self.barriers("dp_ready", 1, 1)
-        if self.tile.transposed:
-            self.barriers("w_ready", 2, 1)
-        self.barriers("ds_ready", 2, 1)
-        self.barriers("finished", 1, 1)
-        self.barriers("written", 1, 2)
-
-    def partitions(self) -> list[Partition]:
-        """The partitions, as the module's docstring describes them."""
-        computing, small = _REGISTERS
-        return [
-            Partition("compute", self.computer, 4, computing, halves=2),
-            Partition("multiply", self.multiplier, 1, small),
-            Partition("load", self.loader, 1, small),
-        ]
-
-    def kernel(self, name: str, pointers: list[str], functions: str = "") -> KernelSource:
-        """The kernel of all lines. Its partitions use opaque copies of the arguments (`moved`)."""
-        # If tiles divide the lengths, the compiler knows that T and S are multiples of 16. Copies would lose that.
-        names = [x for x in self.integers if x not in ("T", "S") or not self.tile.even]
-        for write in (self.computer, self.multiplier, self.loader):
-            used = [x for x in names if any(re.search(rf"\b{x}\b", line) for line in write.lines)]
-            write.lines[:0] = [f"    {x} = {moved(x)}" for x in used]
-        return super().kernel(name, pointers, functions)
-
-    def operand(self, name: str, half: str | int) -> str:
-        """The tensor memory of half of the weights, which is that of ``s``, or of the gradients of scores, that of
-        ``dp``.
-        """
-        many = 4 // self.plan.itemsize
-        layout = f"TensorMemoryLayout([{ROWS}, {self.columns}], col_stride=1)"
-        shape = f"[{ROWS}, {2 * self.columns * many}]"
-        whole = f"{name}_memory.index(0).reinterpret({dtype(self.plan)}, {shape}, {layout})"
-        return f"{whole}.slice({half} * {self.columns * many}, {self.columns})"
-
-    def tokens(self) -> None:
-        """Write the indices of the held tokens, ``qi`` and ``qx``, or ``ki`` and ``kx``; both halves have all rows."""
-        name, short, start = ("kv0", "k", "kv_first") if self.tile.transposed else ("q0", "q", "q_first")
-        self.computer(f"{name} = {start}", f"{short}i = {name} + tl.arange(0, {ROWS}, layout=row_layout)")
-        self.computer(f"{short}x = {short}i[:, None]")
-
-    def streamed_tokens(self) -> None:
-        """Write the indices of the streamed tokens of this half: ``ki`` and ``kx``, or ``qi`` and ``qx``."""
-        name, short = ("q0", "q") if self.tile.transposed else ("kv0", "k")
-        self.computer(
-            f"{short}i = {name} + group * {self.columns} + tl.arange(0, {self.columns}, layout=column_layout)",
-            f"{short}x = {short}i[None, :]",
-        )
-
-    def load_from(self, name: str, buffer: str = "0") -> str:
-        """The load of this partition's half of ``s`` or ``dp``."""
-        return f"{name}_memory.index({buffer}).slice(group * {self.columns}, {self.columns}).load(scores_layout)"
-
-    def store_sums(self, outputs: tuple[tuple[TokenBlock, str, str], ...], dtype_of_sums: str) -> None:
-        """Write the stores of sums. Each computing partition stores half the columns.
-
-        Args:
-            outputs: for each output, its block, the name of the held tile through which it is stored, and source that
-                is appended to the sums, such as " * 0.5".
-            dtype_of_sums: the dtype of outputs without a tensor map.
-        """
-        write, D = self.computer, self.plan.D
-        write("mbarrier.wait(finished.index(0), 0)")
-        for rows, buffer, factor in outputs:
-            first, length = ("q_first", "T") if rows.axis == "q" else ("kv_first", "S")
-            if not rows.output:
-                stride = rows.heads * D
-                write(
-                    f"token = {first} + tl.arange(0, {ROWS}, layout=sums_row_layout)",
-                    f"at = {rows.name}_ptr + b.to(tl.int64) * {length} * {stride} + {rows.head}.to(tl.int64) * {D}",
-                    f"at = at + (token.to(tl.int64) * {stride})[:, None] "
-                    f"+ (group * {D // 2} + tl.arange(0, {COLUMNS}, layout=tl.SliceLayout(0, sums_layout)))[None, :]",
-                )
-            for start in range(0, D // 2, COLUMNS):
-                part = f"slice(group * {D // 2} + {start}, {COLUMNS}"
-                # Without active tiles the sums were never written.
-                write(f"sums = tl.where(done > 0, {rows.name}_memory.index(0).{part}).load(sums_layout){factor}, 0.0)")
-                if rows.output:
-                    write(f"{buffer}_tile.index(0).{part}, 1).store(sums.to({dtype(self.plan)}))", "tl.barrier()")
-                else:
-                    write(f"tl.store(at + {start}, sums.to({dtype_of_sums}), mask=(token < {length})[:, None])")
-        if not outputs[0][0].output:
-            return
-        write("fence_async_shared()", "mbarrier.arrive(written.index(0))")
-        with write.block("if group == 0:"):
-            write("mbarrier.wait(written.index(0), 0)")
-            for rows, buffer, _ in outputs:
-                first = "q_first" if rows.axis == "q" else "kv_first"
-                write(f"tma.async_store({rows.name}_map, [{first}, {rows.head} * {D}], {buffer}_tile.index(0))")
+    first: Any
+    held: Any
+    held_ready: Any
+    rings: Any
+    maps: Any
+    statistics: Any
+    s: Any
+    dp: Any
+    sums: Any
+    s_ready: Any
+    dp_ready: Any
+    w_ready: Any
+    ds_ready: Any
+    finished: Any
+    written: Any
 
 
-def write_by_query(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
-    """The lines of the kernel for dq and the size of its grid, for the operands of `attnops_triton.flash.backward`."""
-    tiles, D = plan.by_query, plan.D
-    held = tuple(TokenBlock(name, "q", plan.H, "h", D, ROWS) for name in ("q", "d_out"))
-    streamed = tuple(TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    dq = TokenBlock("dq", "q", plan.H, "h", D, ROWS, output=plan.gradient_dtype == plan.dtype)
-    stored = (dq,) if dq.output else ()
-    # Scores are computed one tile ahead.
-    writer = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=2)
-    programs = place_by_query(writer, plan, tiles.bq)
-    writer(f"q_first = row * {tiles.bq}")
-    writer.share()
-    writer.load_held()
-    writer.load_streamed()
-    _multiply(writer, ("q", "d_out"), ("k", "v"), "dq", "")
-    write, half = writer.computer, writer.half
-    write(*writer.layouts)
-    writer.tokens()
-    half.load_values("", False)
-    half.load_values("q", not half.even)
-    half.load_statistics(not half.even)
-    writer.find_tiles(write)
-    write("done = 0")
-    writer.loop(write, 0, lambda masked: _query_step(writer, masked))
-    writer.store_sums(((dq, "q", f" * {number(float(plan.scale))}"),), f"tl.{plan.gradient_dtype}")
-    return writer, programs
+class Products(NamedTuple):
+    """The state of the warp that issues products: the ring's buffer, its parity, the buffer of the tile before, and the
+    number of tiles so far.
+    """
+
+    stage: Any
+    phase: Any
+    before: Any
+    done: Any
 
 
-def _query_step(writer: _BackwardWriter, masked: bool) -> None:
-    write, half = writer.computer, writer.half
-    edge = masked and not half.even
-    writer.streamed_tokens()
-    half.load_values("kv", edge)
-    write("mbarrier.wait(s_ready.index(done % 2), done // 2 & 1)", f"s = {writer.load_from('s', 'done % 2')}")
-    has_ok = recompute_weights(half, masked, edge)
-    write("mbarrier.wait(dp_ready.index(0), done & 1)", f"dp = {writer.load_from('dp')}")
-    _finish_step(writer, has_ok, subtract=True)
-
-
-def _finish_step(writer: _BackwardWriter, has_ok: bool, subtract: bool) -> None:
-    write, half = writer.computer, writer.half
-    score_gradients(half, has_ok, subtract=subtract)
-    half.cap_and_bias_vjp()
-    write(
-        f"{writer.operand('dp', 'group')}.store(ds.to({dtype(writer.plan)}))",
-        "mbarrier.arrive(ds_ready.index(group))",
-        "done = done + 1",
+@gluon.jit
+def attnops_flash_backward_query(x, n, options: gl.constexpr):
+    """Dq of a tile of queries."""
+    program = place_by_query(n, options)
+    first = program.row * options.rows
+    q = hold(x.q, n, program, options.layouts.q.bit, options)
+    d_out = hold(x.d_out, n, program, options.layouts.d_out.bit, options)
+    k = stream(x.k, n, program, options.layouts.k.bit, options)
+    v = stream(x.v, n, program, options.layouts.v.bit, options)
+    dq = 0
+    if options.stores_by_map:
+        dq = output_map(x.dq, n, program, options)
+    held_ready = make_barriers(1, 1)
+    s = allocate(options.buffers, 2 * options.columns, options)
+    dp = allocate(1, 2 * options.columns, options)
+    sums = allocate(1, options.plan.D, options)
+    shared = Shared(
+        first, (q, d_out), held_ready, (k, v), (dq,), 0, s, dp, (sums,), make_barriers(options.buffers, 1),
+        make_barriers(1, 1), 0, make_barriers(2, 1), make_barriers(1, 1), make_barriers(1, 2),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (compute_by_query, (0, x, n, program, shared, options)),
+            (compute_by_query, (1, x, n, program, shared, options)),
+            (multiply, (x, n, program, shared, options)),
+            (load_all, (x, n, program, shared, 0, options)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
     )
 
 
-def write_by_key(
-    plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, padded: int
-) -> tuple[PartitionedWriter, int]:
-    """The lines of the kernel for dk and dv and the size of its grid, for the operands of
-    `attnops_triton.flash.backward`.
-
-    The operand ``statistics``, [B, H, 2, padded], has the logsumexp to base 2 in one term, and delta, both padded to
-    whole tiles of queries.
-    """
-    tiles, D = plan.by_key, plan.D
-    held = tuple(TokenBlock(name, "kv", plan.K, "k", D, ROWS) for name in ("k", "v"))
-    streamed = tuple(TokenBlock(name, "q", plan.H, "h", D, tiles.bq) for name in ("q", "d_out"))
-    by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
-    heads, head, sums = (plan.H, "h", "float32") if plan.splits_groups else (plan.K, "k", plan.gradient_dtype)
-    dk, dv = (TokenBlock(name, "kv", heads, head, D, ROWS, output=by_map) for name in ("dk", "dv"))
-    stored = (dk, dv) if by_map else ()
-    writer = _BackwardWriter(plan, tiles, operands, schedule, held, streamed, stored, buffers=1)
-    programs = place_by_key(writer, plan, tiles.bk)
-    writer(f"kv_first = row * {tiles.bk}", f"heads_first = k * {plan.G}")
-    writer.share()
-    share_statistics(writer, padded)
-    writer.load_held()
-    with writer.heads(writer.loader):
-        writer.load_streamed()
-    _multiply(writer, ("k", "v"), ("q", "d_out"), "dk", "dv")
-    write = writer.computer
-    write(*writer.layouts)
-    writer.tokens()
-    write("done = 0", "stage = 0", "phase = 0")
-    with writer.heads(write):
-        if not writer.flat:
-            _load_of_head(writer)
-        writer.find_tiles(write)
-        writer.loop(write, 0, lambda masked: _key_step(writer, masked))
-    outputs = ((dk, "k", f" * {number(float(plan.scale))}"), (dv, "v", ""))
-    writer.store_sums(outputs, f"tl.{sums}")
-    return writer, programs
-
-
-def _load_of_head(writer: _BackwardWriter) -> None:
-    writer.half.load_values("", False)
-    writer.half.load_values("kv", not writer.half.even)
+@gluon.jit
+def attnops_flash_backward_key(x, n, options: gl.constexpr):
+    """Dk and dv of a tile of keys."""
+    program = place_by_key(n, options)
+    first = program.row * options.rows
+    k = hold(x.k, n, program, options.layouts.k.bit, options)
+    v = hold(x.v, n, program, options.layouts.v.bit, options)
+    q = stream(x.q, n, program, options.layouts.q.bit, options)
+    d_out = stream(x.d_out, n, program, options.layouts.d_out.bit, options)
+    dk = 0
+    dv = 0
+    if options.stores_by_map:
+        dk = output_map(x.dk, n, program, options)
+        dv = output_map(x.dv, n, program, options)
+    held_ready = make_barriers(1, 1)
+    s = allocate(options.buffers, 2 * options.columns, options)
+    dp = allocate(1, 2 * options.columns, options)
+    dk_sums = allocate(1, options.plan.D, options)
+    dv_sums = allocate(1, options.plan.D, options)
+    s_ready = make_barriers(options.buffers, 1)
+    dp_ready = make_barriers(1, 1)
+    w_ready = make_barriers(2, 1)
+    ds_ready = make_barriers(2, 1)
+    finished = make_barriers(1, 1)
+    written = make_barriers(1, 2)
+    statistics = share_statistics(x, n, options)
+    shared = Shared(
+        first, (k, v), held_ready, (q, d_out), (dk, dv), statistics.tile, s, dp, (dk_sums, dv_sums), s_ready, dp_ready,
+        w_ready, ds_ready, finished, written,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (compute_by_key, (0, x, n, program, shared, options)),
+            (compute_by_key, (1, x, n, program, shared, options)),
+            (multiply, (x, n, program, shared, options)),
+            (load_all, (x, n, program, shared, statistics, options)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
 
 
-def _key_step(writer: _BackwardWriter, masked: bool) -> None:
-    write, half = writer.computer, writer.half
-    if writer.flat:
-        _load_of_head(writer)
-    writer.streamed_tokens()
-    half.load_values("q", masked and not half.even)
-    part = f"slice(group * {writer.columns}, {writer.columns}, 1).load(scores_layout)"
-    writer.wait("q")
-    write(f"lse = statistics_tile.index(stage).slice(0, 1, 0).{part}")
-    write("mbarrier.wait(s_ready.index(0), done & 1)", f"s = {writer.load_from('s')}")
-    has_ok = recompute_weights(half, masked, False, lse="lse")
-    write(f"{writer.operand('s', 'group')}.store(p.to({dtype(writer.plan)}))", "mbarrier.arrive(w_ready.index(group))")
-    write(f"delta = statistics_tile.index(stage).slice(1, 1, 0).{part}")
-    write("mbarrier.wait(dp_ready.index(0), done & 1)", f"dp = {writer.load_from('dp')} - delta")
-    _finish_step(writer, has_ok, subtract=False)
-    writer.advance(write)
+@gluon.jit
+def moved_sizes(x, n, options: gl.constexpr, computes: gl.constexpr):
+    """Opaque copies (`moved`) of the sizes that a partition uses."""
+    T = n.T
+    S = n.S
+    batched = n.batched
+    inner = n.inner
+    rows = n.rows
+    map_batch = 0
+    width = 0
+    full_start = 0
+    full_stop = 0
+    partial_start = 0
+    partial_stop = 0
+    if computes:
+        # If tiles divide the lengths, the compiler knows that T and S are multiples of 16. Copies would lose that.
+        if not options.is_even:
+            T = moved(T)
+            S = moved(S)
+        if not options.transposed or len(options.masks) > 0:
+            batched = moved(batched)
+        if options.mask is not None or options.score is not None:
+            inner = moved(inner)
+    if x.ranges is None:
+        full_start = moved(n.full_start)
+        full_stop = moved(n.full_stop)
+        if not options.is_even:
+            partial_start = moved(n.partial_start)
+            partial_stop = moved(n.partial_stop)
+    else:
+        rows = moved(rows)
+        map_batch = moved(n.map_batch)
+        if x.columns is not None:
+            width = moved(n.width)
+    return Sizes(
+        T, S, batched, inner, rows, 0, 0, map_batch, width, full_start, full_stop, partial_start, partial_stop, 0, 0, 0,
+        0,
+    )  # fmt: skip
 
 
-def _multiply(
-    writer: _BackwardWriter, held: tuple[str, str], streamed: tuple[str, str], by_scores: str, by_weights: str
-) -> None:
-    """Write the products of all tiles.
+@gluon.jit
+def load_all(x, n, program, shared, statistics, options: gl.constexpr):
+    """The loader."""
+    n = moved_sizes(x, n, options, False)
+    load(x, n, program, shared.first, shared.held_ready, shared.held, shared.rings, statistics, options)
+
+
+@gluon.jit
+def half_of(memory, buffer, group: gl.constexpr, options: gl.constexpr):
+    """A partition's half of products."""
+    half = memory.index(buffer).slice(group * options.columns, options.columns)
+    return half.load(options.scores_layout)
+
+
+@gluon.jit
+def operand(memory, half: gl.constexpr, options: gl.constexpr):
+    """The tensor memory of half of the weights, which is that of s, or of the gradients of scores, that of dp."""
+    columns: gl.constexpr = options.columns
+    start: gl.constexpr = half * columns * options.packed
+    return operands(memory.index(0), 2 * columns, options).slice(start, columns)
+
+
+@gluon.jit
+def compute_by_query(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
+    """dq; this partition computes half the columns of each tile."""
+    n = moved_sizes(x, n, options, True)
+    edge: gl.constexpr = not options.is_even
+    q = tokens(shared.first, n.T, True, options)
+    values = load_values(x, n, program, q, no_values(options), "", False, options)
+    values = load_values(x, n, program, q, values, "q", edge, options)
+    m = load_statistic(x.m, n, program, q, edge, float("inf"), options.layouts.m)
+    log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
+    delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
+    tiles = find_tiles(x, n, program, options)
+    done = 0
+    given = (q, values, m, log2_sum, delta)
+    done = each_tile(query_step, done, group, x, n, program, tiles, shared, given, options)
+    store_sums((x.dq,), group, n, program, shared, done, options)
+
+
+@gluon.jit
+def query_step(
+    t, done, group: gl.constexpr, x, n, program, tiles, shared, given, options: gl.constexpr, masked: gl.constexpr
+):  # fmt: skip
+    """The gradients of scores of half a tile."""
+    q, values, m, log2_sum, delta = given
+    kv0 = place_tile(x, program, tiles, t, options, masked)[0] + group * options.columns
+    kv = tokens(kv0, n.S, False, options)
+    values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
+    mbarrier.wait(shared.s_ready.index(done % 2), done // 2 & 1)
+    s = half_of(shared.s, done % 2, group, options)
+    scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
+    p = weights(scores.s, m, log2_sum, options)
+    mbarrier.wait(shared.dp_ready.index(0), done & 1)
+    dp = half_of(shared.dp, 0, group, options)
+    ds = score_gradients(p, dp, delta, True, True, masked, options)
+    ds = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)[0]
+    operand(shared.dp, group, options).store(ds.to(options.dtype))
+    mbarrier.arrive(shared.ds_ready.index(group))
+    return done + 1
+
+
+@gluon.jit
+def compute_by_key(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
+    """Dk and dv; this partition computes half the columns of each tile."""
+    n = moved_sizes(x, n, options, True)
+    kv = tokens(shared.first, n.S, True, options)
+    state = (0, 0, 0)
+    state = each_head(key_step, values_of_head, state, group, x, n, program, shared, kv, options)
+    store_sums((x.dk, x.dv), group, n, program, shared, state[0], options)
+
+
+@gluon.jit
+def key_step(
+    t, state, group: gl.constexpr, x, n, program, tiles, shared, given, options: gl.constexpr, masked: gl.constexpr
+):  # fmt: skip
+    """The weights and the gradients of scores of half a tile."""
+    done, stage, phase = state
+    columns: gl.constexpr = options.columns
+    first, program = place_tile(x, program, tiles, t, options, masked)
+    if options.flat:
+        kv, values = values_of_head(x, n, program, given, options)
+    else:
+        kv, values = given
+    q = tokens(first + group * columns, n.T, False, options)
+    values = load_values(x, n, program, q, values, "q", masked and not options.is_even, options)
+    statistics = shared.statistics.index(stage)
+    mbarrier.wait(shared.rings[0].ready.index(stage), phase)
+    lse = statistics.slice(0, 1, 0).slice(group * columns, columns, 1).load(options.scores_layout)
+    mbarrier.wait(shared.s_ready.index(0), done & 1)
+    s = half_of(shared.s, 0, group, options)
+    scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
+    p = gl.exp2(scores.s * options.unit - lse)
+    operand(shared.s, group, options).store(p.to(options.dtype))
+    mbarrier.arrive(shared.w_ready.index(group))
+    delta = statistics.slice(1, 1, 0).slice(group * columns, columns, 1).load(options.scores_layout)
+    mbarrier.wait(shared.dp_ready.index(0), done & 1)
+    dp = half_of(shared.dp, 0, group, options) - delta
+    ds = score_gradients(p, dp, None, True, True, masked, options)
+    ds = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)[0]
+    operand(shared.dp, group, options).store(ds.to(options.dtype))
+    mbarrier.arrive(shared.ds_ready.index(group))
+    stage, phase = advance(stage, phase, options)
+    return done + 1, stage, phase
+
+
+@gluon.jit
+def store_sums(outputs, group: gl.constexpr, n, program, shared, done, options: gl.constexpr):
+    """Store the sums of ``done`` tiles. Each computing partition stores half the columns."""
+    D: gl.constexpr = options.plan.D
+    half: gl.constexpr = options.half
+    chunk: gl.constexpr = options.chunk
+    stride: gl.constexpr = (options.output_heads if options.transposed else options.plan.H) * D
+    length = n.S if options.transposed else n.T
+    head = program.k if options.transposed and not options.splits_groups else program.h
+    mbarrier.wait(shared.finished.index(0), 0)
+    for i in gl.static_range(len(outputs)):
+        if not options.stores_by_map:
+            token = shared.first + gl.arange(0, options.rows, layout=options.sums_row_layout)
+            at = outputs[i] + program.b.to(gl.int64) * length * stride + head.to(gl.int64) * D
+            column = group * half + gl.arange(0, chunk, layout=gl.SliceLayout(0, options.sums_layout))
+            at = at + (token.to(gl.int64) * stride)[:, None] + column[None, :]
+        for start in gl.static_range(0, half, chunk):
+            sums = shared.sums[i].index(0).slice(group * half + start, chunk).load(options.sums_layout)
+            if i == 0:
+                sums = sums * options.scale
+            # Without active tiles the sums were never written.
+            sums = gl.where(done > 0, sums, 0.0)
+            if options.stores_by_map:
+                buffer = shared.held[i].tile.index(0).slice(group * half + start, chunk, 1)
+                buffer.store(sums.to(options.dtype))
+                gl.barrier()
+            else:
+                gl.store(at + start, sums.to(options.output_dtype), mask=(token < length)[:, None])
+    if options.stores_by_map:
+        fence_async_shared()
+        mbarrier.arrive(shared.written.index(0))
+        if group == 0:
+            mbarrier.wait(shared.written.index(0), 0)
+            for i in gl.static_range(len(outputs)):
+                tma.async_store(shared.maps[i], [shared.first, head * D], shared.held[i].tile.index(0))
+        tma.store_wait(0)
+
+
+@gluon.jit
+def multiply(x, n, program, shared, options: gl.constexpr):
+    """The products of all tiles.
 
     The products of a tile's score gradients are issued after the product for the next tile's scores, whose operands are
     ready sooner.
-
-    Args:
-        writer: the kernel's lines.
-        held: names of the held operands of the products ``s`` and ``dp``.
-        streamed: names of their streamed operands. The gradients of scores are multiplied by the operand of ``s``, the
-            weights by that of ``dp``.
-        by_scores: the output to which products of the gradients of scores are added.
-        by_weights: the output to which products of the weights are added; empty for none.
     """
-    write, for_scores, for_weights = writer.multiplier, *streamed
+    n = moved_sizes(x, n, options, False)
+    state = Products(0, 0, 0, 0)
+    mbarrier.wait(shared.held_ready.index(0), 0)
+    if options.loops_over_heads:
+        for g in range(0, options.plan.G):
+            state = multiply_row(state, x, n, head_of_group(program, g, options), shared, options)
+    else:
+        state = multiply_row(state, x, n, program, shared, options)
+    if state.done > 0:
+        multiply_gradients(shared, state, options)
+    tcgen05_commit(shared.finished.index(0))
 
-    def whole(name: str, buffer: str, held_name: str, streamed_name: str, *barriers: str) -> None:
-        write(
-            f"mbarrier.wait({streamed_name}_ready.index(stage), phase)",
-            f"tcgen05_mma({held_name}_tile.index(0), {streamed_name}_tile.index(stage).permute([1, 0]), "
-            f"{name}_memory.index({buffer}), use_acc=False, "
-            f"mbarriers=[{', '.join((f'{name}_ready.index({buffer})', *barriers))}])",
-        )
 
-    def halves(name: str, streamed_name: str, stage: str, sums: str, turn: str, ready: str) -> None:
-        for half in range(2):
-            write(
-                f"mbarrier.wait({ready}_ready.index({half}), {turn} & 1)",
-                f"tcgen05_mma({writer.operand(name, half)}, "
-                f"{streamed_name}_tile.index({stage}).slice({half * writer.columns}, {writer.columns}, 0), "
-                f"{sums}_memory.index(0), use_acc={'True' if half else f'{turn} > 0'}, "
-                f"mbarriers=[{streamed_name}_free.index({stage})])",
-            )
+@gluon.jit
+def multiply_row(state, x, n, program, shared, options: gl.constexpr):
+    """The products of a row of tiles."""
+    heads: gl.constexpr = options.plan.G if options.flat else 1
+    count = find_tiles(x, n, program, options).count
+    for _ in range(0, count * heads):
+        state = multiply_tile(state, shared, options)
+    return state
 
-    write("stage = 0", "phase = 0", "before = 0", "done = 0", "mbarrier.wait(held.index(0), 0)")
-    with writer.heads(write) if writer.tile.transposed else contextlib.nullcontext():
-        writer.find_tiles(write)
-        with write.block(f"for t in range(0, count{f' * {writer.plan.G}' if writer.flat else ''}):"):
-            whole("s", f"done % {writer.buffers}", held[0], for_scores)
-            with write.block("if done > 0:"):
-                halves("dp", for_scores, "before", by_scores, "(done - 1)", "ds")
-            free = () if by_weights else (f"{for_weights}_free.index(stage)",) * 2
-            whole("dp", "0", held[1], for_weights, *free)
-            if by_weights:
-                halves("s", for_weights, "stage", by_weights, "done", "w")
-            write("before = stage", "done = done + 1")
-            writer.advance(write)
-    with write.block("if done > 0:"):
-        halves("dp", for_scores, "before", by_scores, "(done - 1)", "ds")
-    write("tcgen05_commit(finished.index(0))")
+
+@gluon.jit
+def multiply_tile(state, shared, options: gl.constexpr):
+    """The products of a tile."""
+    stage, phase, before, done = state
+    buffer = done % options.buffers
+    ring = shared.rings[0]
+    mbarrier.wait(ring.ready.index(stage), phase)
+    tcgen05_mma(
+        shared.held[0].tile.index(0), ring.tile.index(stage).permute([1, 0]), shared.s.index(buffer), use_acc=False,
+        mbarriers=[shared.s_ready.index(buffer)],
+    )  # fmt: skip
+    if done > 0:
+        multiply_gradients(shared, state, options)
+    other = shared.rings[1]
+    mbarrier.wait(other.ready.index(stage), phase)
+    if options.transposed:
+        tcgen05_mma(
+            shared.held[1].tile.index(0), other.tile.index(stage).permute([1, 0]), shared.dp.index(0), use_acc=False,
+            mbarriers=[shared.dp_ready.index(0)],
+        )  # fmt: skip
+        multiply_halves(shared.s, other, stage, shared.sums[1], shared.w_ready, done, options)
+    else:
+        tcgen05_mma(
+            shared.held[1].tile.index(0), other.tile.index(stage).permute([1, 0]), shared.dp.index(0), use_acc=False,
+            mbarriers=[shared.dp_ready.index(0), other.free.index(stage), other.free.index(stage)],
+        )  # fmt: skip
+    before = stage
+    stage, phase = advance(stage, phase, options)
+    return Products(stage, phase, before, done + 1)
+
+
+@gluon.jit
+def multiply_gradients(shared, state, options: gl.constexpr):
+    """The products of the gradients of scores of the tile before."""
+    multiply_halves(shared.dp, shared.rings[0], state.before, shared.sums[0], shared.ds_ready, state.done - 1, options)
+
+
+@gluon.jit
+def multiply_halves(memory, ring, stage, sums, ready, turn, options: gl.constexpr):
+    """Add the products of weights, or of gradients of scores, of the tile ``turn``."""
+    columns: gl.constexpr = options.columns
+    for half in gl.static_range(2):
+        mbarrier.wait(ready.index(half), turn & 1)
+        tcgen05_mma(
+            operand(memory, half, options), ring.tile.index(stage).slice(half * columns, columns, 0), sums.index(0),
+            use_acc=(turn > 0) | (half > 0), mbarriers=[ring.free.index(stage)],
+        )  # fmt: skip

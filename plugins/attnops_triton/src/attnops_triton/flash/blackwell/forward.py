@@ -11,249 +11,255 @@ issued before has finished too: its sums may be rescaled, and the weights that i
 
 from __future__ import annotations
 
-import dataclasses
-from typing import ClassVar, Final
+from typing import Any, NamedTuple
 
-from attnops_triton.flash.hopper.partitions import Partition, PartitionedWriter, TokenBlock
-from attnops_triton.flash.loops import place_by_query
-from attnops_triton.flash.operands import Operand, base
-from attnops_triton.flash.plan import LOG2E, FlashPlan
-from attnops_triton.flash.steps import write_denominator
-from attnops_triton.flash.tile import dtype
-from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import SourceWriter, number
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.standard import _elementwise_max as largest
+from triton.language.standard import _sum_combine as total
 
-# Queries per tile: the rows of tensor memory.
-ROWS: Final = 128
-# Columns of sums that a thread loads at once.
-COLUMNS: Final = 32
-# Registers per thread of computing partitions and of partitions of one warp.
-_REGISTERS: Final = (200, 24)
+from attnops_triton.flash.blackwell.memory import allocate, moved, operands
+from attnops_triton.flash.hopper.shared import (
+    Tiles,
+    advance,
+    each_tile,
+    find_tiles,
+    hold,
+    load_held,
+    load_tile,
+    make_barriers,
+    output_map,
+    place_tile,
+    stream,
+    tokens,
+)
+from attnops_triton.flash.kernels.scores import (
+    allowed,
+    apply_cap_and_bias,
+    denominator,
+    load_values,
+    no_values,
+    weights,
+)
+from attnops_triton.flash.kernels.tokens import Tokens, place_by_query, store_token
 
 
-class _ForwardWriter(PartitionedWriter):
-    """The lines of the kernel.
+class Shared(NamedTuple):
+    """What the partitions share. Arrays have a copy for each tile of queries, and barriers one for each.
 
     Attributes:
-        multiplier: lines of the warp that issues all products.
-        corrector: lines of the partition that rescales sums.
+        first: the program's first query.
+        q, held: the queries, and their barriers.
+        k, v: keys and values.
+        out: the tensor map of the output.
+        s, acc: tensor memory of scores, and of weights, and of sums.
+        alpha, m, l: the factors of sums, and the statistics, [2, rows].
+        alpha_ready, ml_ready, s_ready: they have been written.
+        w_ready: the weights have been written, and the sums have been rescaled for them.
+        done: the sums are complete.
     """
 
-    rows: ClassVar[int] = ROWS
+    first: Any
+    q: Any
+    held: Any
+    k: Any
+    v: Any
+    out: Any
+    s: Any
+    acc: Any
+    alpha: Any
+    m: Any
+    l: Any
+    alpha_ready: Any
+    ml_ready: Any
+    s_ready: Any
+    w_ready: Any
+    done: Any
 
-    def __init__(
-        self, plan: FlashPlan, operands: list[Operand], schedule: TileSchedule, *rows: tuple[TokenBlock, ...]
-    ) -> None:
-        super().__init__(plan, plan.forward, operands, schedule, *rows)
-        self.multiplier, self.corrector = SourceWriter(), SourceWriter()
-        self.multiplier.integers = self.corrector.integers = self.integers
 
-    @property
-    def layouts(self) -> tuple[str, ...]:
-        """Lines that name layouts in which a thread has one row of scores, or of sums."""
-        return (
-            f"scores_layout: tl.constexpr = tl.BlockedLayout([1, {self.tile.bk}], [32, 1], [4, 1], [0, 1])",
-            f"sums_layout: tl.constexpr = tl.BlockedLayout([1, {COLUMNS}], [32, 1], [4, 1], [0, 1])",
-            "row_layout: tl.constexpr = tl.SliceLayout(1, scores_layout)",
-            "column_layout: tl.constexpr = tl.SliceLayout(0, scores_layout)",
-            "sums_row_layout: tl.constexpr = tl.SliceLayout(1, sums_layout)",
+@gluon.jit
+def attnops_flash_forward(x, n, options: gl.constexpr):
+    """Attention of two tiles of queries."""
+    program = place_by_query(n, options)
+    first = program.row * (options.copies * options.rows)
+    tiles = find_tiles(x, n, program, options)
+    if x.ranges is None:
+        tiles = Tiles(
+            tiles.row, moved(tiles.full_start), moved(tiles.partial_start), moved(tiles.partials), moved(tiles.count)
         )
-
-    def share(self) -> None:
-        """Also write the allocation of tensor memory, and the buffers and barriers between computing partitions and
-        corrector.
-
-        ``w_ready`` has two arrivals: the weights have been written, and the sums have been rescaled for them.
-        """
-        super().share()
-        for name, columns in (("s", self.tile.bk), ("acc", self.plan.D)):
-            self(
-                f"{name}_layout: tl.constexpr = TensorMemoryLayout([{ROWS}, {columns}], col_stride=1)",
-                f"{name}_memory = allocate_tensor_memory(tl.float32, [2, {ROWS}, {columns}], {name}_layout)",
-            )
-        self("statistics_layout: tl.constexpr = tl.SwizzledSharedLayout(1, 1, 1, [0])")
-        for name in ("alpha", "m", "l"):
-            self(f"{name}_tile = tl.allocate_shared_memory(tl.float32, [2, {ROWS}], statistics_layout)")
-        self.barriers("alpha_ready", 2, 1)
-        self.barriers("ml_ready", 2, 1)
-        self.barriers("s_ready", 2, 1)
-        self.barriers("w_ready", 2, 2)
-        self.barriers("done", 2, 1)
-
-    def partitions(self) -> list[Partition]:
-        """The partitions, as the module's docstring describes them; the first is the corrector."""
-        computing, small = _REGISTERS
-        return [
-            Partition("correct", self.corrector, 4, 0),
-            Partition("compute", self.computer, 4, computing, halves=2),
-            Partition("multiply", self.multiplier, 1, small),
-            Partition("load", self.loader, 1, small),
-        ]
-
-    def weights(self, half: str) -> str:
-        """The tensor memory of the weights of tile ``half``, which is that of its scores."""
-        bk, many = self.tile.bk, 4 // self.plan.itemsize
-        layout = f"TensorMemoryLayout([{ROWS}, {bk}], col_stride=1)"
-        shape = f"[{ROWS}, {bk * many}]"
-        return f"s_memory.index({half}).reinterpret({dtype(self.plan)}, {shape}, {layout}).slice(0, {bk})"
-
-
-def write_forward(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
-    """The lines of the kernel and the size of its grid, for the operands of `attnops_triton.flash.forward.forward`."""
-    tiles, D = plan.forward, plan.D
-    q = TokenBlock("q", "q", plan.H, "h", D, ROWS)
-    k, v = (TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    out = TokenBlock("out", "q", plan.H, "h", D, ROWS, output=True)
-    writer = _ForwardWriter(plan, operands, schedule, (q,), (k, v), (out,))
-    programs = place_by_query(writer, plan, tiles.bq)
-    writer(f"q_first = row * {tiles.bq}")
-    writer.find_tiles(writer)
-    if schedule.constant is not None:
-        for name in ("full_start", "partial_start", "partials", "count"):
-            writer(f"{name} = {moved(name)}")
-    writer.share()
-    writer.load_held()
-    writer.loop(writer.loader, 0, writer.load)
-    _multiply(writer)
-    _compute(writer)
-    _correct(writer)
-    return writer, programs
-
-
-def moved(name: str) -> str:
-    """Source of an opaque copy of a number. The compiler can't move what depends on it out of a loop or a partition,
-    where it would be spilled.
-    """
-    return f'tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [{name}], tl.int32, False, 1)'
-
-
-def _multiply(writer: _ForwardWriter) -> None:
-    """Write the products of all tiles of keys. The scores of a tile follow the previous tile's weights times values."""
-    write = writer.multiplier
-
-    def scores(half: int) -> None:
-        write(
-            f"tcgen05_mma(q_tile.index({half}), k_tile.index(stage).permute([1, 0]), s_memory.index({half}), "
-            f"use_acc=False, mbarriers=[s_ready.index({half}), k_free.index(stage)])"
-        )
-
-    def values(half: int, stage: str, adds: str, barriers: str) -> None:
-        write(
-            f"mbarrier.wait(w_ready.index({half}), phase_of_weights)",
-            f"tcgen05_mma({writer.weights(str(half))}, v_tile.index({stage}), acc_memory.index({half}), "
-            f"use_acc={adds}, mbarriers=[{barriers}])",
-        )
-
-    write("stage = 0", "phase = 0", "phase_of_weights = 0", "mbarrier.wait(held.index(0), 0)")
-    write("mbarrier.wait(held.index(1), 0)")
-    with write.block("if count > 0:"):
-        write("mbarrier.wait(k_ready.index(stage), phase)")
-        scores(0)
-        scores(1)
-        with write.block("for t in range(1, count):"):
-            write("before = stage", "phase_before = phase")
-            writer.advance(write)
-            write("mbarrier.wait(k_ready.index(stage), phase)", "mbarrier.wait(v_ready.index(before), phase_before)")
-            for half in range(2):
-                values(half, "before", "t > 1", "v_free.index(before)")
-                scores(half)
-            write("phase_of_weights = phase_of_weights ^ 1")
-        write("mbarrier.wait(v_ready.index(stage), phase)")
-        for half in range(2):
-            values(half, "stage", "count > 1", f"done.index({half})")
-    with write.block("else:"):
-        write("mbarrier.arrive(done.index(0))", "mbarrier.arrive(done.index(1))")
-
-
-def _compute(writer: _ForwardWriter) -> None:
-    """Write the weights of all tiles of keys, and ``m`` and ``l``."""
-    write, tile = writer.computer, writer.tile
-    write(*writer.layouts)
-    writer.tokens()
-    tile.load_values("", False)
-    tile.load_values("q", not tile.even)
-    write(
-        f'm = tl.full([{ROWS}], float("-inf"), tl.float32, row_layout)',
-        f"l = tl.full([{ROWS}], 0.0, tl.float32, row_layout)",
-        f"weights = {writer.weights('group')}",
-        "phase = 0",
+    q = hold(x.q, n, program, options.layouts.q.bit, options)
+    k = stream(x.k, n, program, options.layouts.k.bit, options)
+    v = stream(x.v, n, program, options.layouts.v.bit, options)
+    out = output_map(x.out, n, program, options)
+    held = make_barriers(2, 1)
+    s = allocate(2, options.columns, options)
+    acc = allocate(2, options.plan.D, options)
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    alpha = gl.allocate_shared_memory(gl.float32, [2, options.rows], layout)
+    m = gl.allocate_shared_memory(gl.float32, [2, options.rows], layout)
+    l = gl.allocate_shared_memory(gl.float32, [2, options.rows], layout)
+    shared = Shared(
+        first, q, held, k, v, out, s, acc, alpha, m, l, make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 1),
+        make_barriers(2, 2), make_barriers(2, 1),
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (correct, (x, n, program, tiles, shared, options)),
+            (compute, (0, x, n, program, tiles, shared, options)),
+            (compute, (1, x, n, program, tiles, shared, options)),
+            (multiply, (tiles, shared, options)),
+            (load, (x, n, program, tiles, shared, options)),
+        ],
+        [4, 4, 1, 1],
+        [200, 200, 24, 24],
     )
-    writer.loop(write, 0, lambda masked: _step(writer, masked))
-    write("m_tile.index(group).store(m)", "l_tile.index(group).store(l)", "mbarrier.arrive(ml_ready.index(group))")
 
 
-def _step(writer: _ForwardWriter, masked: bool) -> None:
-    """Write the weights of a tile and the updates of ``m`` and ``l``. ``alpha`` comes first, since the corrector waits
-    for it.
+@gluon.jit
+def load(x, n, program, tiles, shared, options: gl.constexpr):
+    """The loader."""
+    load_held(program, shared.first, shared.held, (shared.q,), options)
+    state = (0, 1)
+    each_tile(load_tile, state, 0, x, n, program, tiles, (shared.k, shared.v), 0, options)
+
+
+@gluon.jit
+def issue_scores(shared, stage, half: gl.constexpr):
+    """Issue the products for scores."""
+    k = shared.k
+    tcgen05_mma(
+        shared.q.tile.index(half), k.tile.index(stage).permute([1, 0]), shared.s.index(half), use_acc=False,
+        mbarriers=[shared.s_ready.index(half), k.free.index(stage)],
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply(tiles, shared, options: gl.constexpr):
+    """All products. The scores of a tile follow the previous tile's weights times values."""
+    k = shared.k
+    v = shared.v
+    bk: gl.constexpr = options.columns
+    stage = 0
+    phase = 0
+    phase_of_weights = 0
+    mbarrier.wait(shared.held.index(0), 0)
+    mbarrier.wait(shared.held.index(1), 0)
+    if tiles.count > 0:
+        mbarrier.wait(k.ready.index(stage), phase)
+        issue_scores(shared, stage, 0)
+        issue_scores(shared, stage, 1)
+        for t in range(1, tiles.count):
+            before = stage
+            phase_before = phase
+            stage, phase = advance(stage, phase, options)
+            mbarrier.wait(k.ready.index(stage), phase)
+            mbarrier.wait(v.ready.index(before), phase_before)
+            for half in gl.static_range(2):
+                w = operands(shared.s.index(half), bk, options).slice(0, bk)
+                mbarrier.wait(shared.w_ready.index(half), phase_of_weights)
+                tcgen05_mma(
+                    w, v.tile.index(before), shared.acc.index(half), use_acc=t > 1, mbarriers=[v.free.index(before)]
+                )
+                issue_scores(shared, stage, half)
+            phase_of_weights = phase_of_weights ^ 1
+        mbarrier.wait(v.ready.index(stage), phase)
+        for half in gl.static_range(2):
+            w = operands(shared.s.index(half), bk, options).slice(0, bk)
+            mbarrier.wait(shared.w_ready.index(half), phase_of_weights)
+            tcgen05_mma(
+                w, v.tile.index(stage), shared.acc.index(half), use_acc=tiles.count > 1,
+                mbarriers=[shared.done.index(half)],
+            )  # fmt: skip
+    else:
+        mbarrier.arrive(shared.done.index(0))
+        mbarrier.arrive(shared.done.index(1))
+
+
+@gluon.jit
+def compute(group: gl.constexpr, x, n, program, tiles, shared, options: gl.constexpr):
+    """The weights of all tiles of keys, and ``m`` and ``l``."""
+    q = tokens(shared.first + group * options.rows, n.T, True, options)
+    values = load_values(x, n, program, q, no_values(options), "", False, options)
+    values = load_values(x, n, program, q, values, "q", not options.is_even, options)
+    m = gl.full([options.rows], float("-inf"), gl.float32, options.row_layout)
+    l = gl.full([options.rows], 0.0, gl.float32, options.row_layout)
+    state = (m, l, 0)
+    m, l, _ = each_tile(step, state, group, x, n, program, tiles, shared, (q, values), options)
+    shared.m.index(group).store(m)
+    shared.l.index(group).store(l)
+    mbarrier.arrive(shared.ml_ready.index(group))
+
+
+@gluon.jit
+def step(
+    t, state, group: gl.constexpr, x, n, program, tiles, shared, given, options: gl.constexpr, masked: gl.constexpr
+):  # fmt: skip
+    """The weights of a tile and the updates of ``m`` and ``l``. ``alpha`` comes first, since the corrector waits for
+    it.
     """
-    write, tile, plan = writer.computer, writer.tile, writer.plan
-    writer.streamed_tokens()
-    write("mbarrier.wait(s_ready.index(group), phase)", "s = s_memory.index(group).load(scores_layout)")
-    tile.load_values("kv", masked and not tile.even)
-    tile.apply_cap_and_bias()
+    m, l, phase = state
+    q, values = given
+    kv = tokens(place_tile(x, program, tiles, t, options, masked)[0], n.S, False, options)
+    mbarrier.wait(shared.s_ready.index(group), phase)
+    s = shared.s.index(group).load(options.scores_layout)
+    values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
+    s = apply_cap_and_bias(x, n, program, q, kv, s, values, options)[0]
     if masked:
-        write(f"qx = {moved('qx')}")
-    if masked and tile.allowed(not tile.even):
-        write('s = tl.where(ok, s, float("-inf"))')
-    write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
-    # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
-    write('base = tl.where(m_new == float("-inf"), 0.0, m_new)' if masked else "base = m_new")
-    write(
-        f"alpha = tl.exp2((m - base) * {number(plan.score_unit * LOG2E)})",
-        "alpha_tile.index(group).store(alpha)",
-        "mbarrier.arrive(alpha_ready.index(group))",
-    )
-    tile.weights("base")
-    write(
-        "l = l * alpha + tl.reduce(p, 1, total)",
-        f"weights.store(p.to({dtype(plan)}))",
-        "mbarrier.arrive(w_ready.index(group))",
-        "m = m_new",
-        "phase = phase ^ 1",
-    )
+        q = Tokens(q.first, q.index, moved(q.spread), q.stop)
+        if options.has_ok:
+            s = gl.where(allowed(x, n, program, q, kv, values, 0, options), s, float("-inf"))
+    m_new = gl.maximum(m, gl.reduce(s, 1, largest))
+    below = m_new
+    if masked:
+        # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
+        below = gl.where(m_new == float("-inf"), 0.0, m_new)
+    alpha = gl.exp2((m - below) * options.unit)
+    shared.alpha.index(group).store(alpha)
+    mbarrier.arrive(shared.alpha_ready.index(group))
+    p = weights(s, below, None, options)
+    l = l * alpha + gl.reduce(p, 1, total)
+    w = operands(shared.s.index(group), options.columns, options).slice(0, options.columns)
+    w.store(p.to(options.dtype))
+    mbarrier.arrive(shared.w_ready.index(group))
+    return m_new, l, phase ^ 1
 
 
-def _correct(writer: _ForwardWriter) -> None:
-    """Write the rescaling of both tiles' sums, for each tile of keys but the first, and the stores of the outputs."""
-    write, plan = writer.corrector, writer.plan
-    tile = dataclasses.replace(writer.tile, write=write)
-    write(*writer.layouts)
-    write("phase = 0")
-    with write.block("for t in range(0, count):"):
-        with write.block("for half in tl.static_range(2):"):
-            write("mbarrier.wait(alpha_ready.index(half), phase)")
-            with write.block("if t > 0:"):
-                write("alpha = alpha_tile.index(half).load(sums_row_layout)")
-                for start in range(0, plan.D, COLUMNS):
-                    write(
-                        f"acc = acc_memory.index(half).slice({start}, {COLUMNS})",
-                        "acc.store(acc.load(sums_layout) * alpha[:, None])",
-                    )
-            write("mbarrier.arrive(w_ready.index(half))")
-        write("phase = phase ^ 1")
-    with write.block("for half in tl.static_range(2):"):
-        write(
-            "mbarrier.wait(ml_ready.index(half), 0)",
-            "m = m_tile.index(half).load(sums_row_layout)",
-            "l = l_tile.index(half).load(sums_row_layout)",
-        )
-        write_denominator(tile)
-        write(f"qi = q_first + half * {ROWS} + tl.arange(0, {ROWS}, layout=sums_row_layout)")
-        masked = "" if tile.even else ", mask=qi < T"
-        write(f'tl.store({base(write, "m", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
-        write(f"tl.store({base(write, 'log2_sum', '', plan.H, 'T')} + qi, tl.log2(l){masked})")
-        write("mbarrier.wait(done.index(half), 0)")
-        for start in range(0, plan.D, COLUMNS):
-            write(
-                f"acc = acc_memory.index(half).slice({start}, {COLUMNS})",
-                # Without active tiles the sums were never written.
-                "sums = tl.where(count > 0, acc.load(sums_layout) * factor[:, None], 0.0)",
-                f"q_tile.index(half).slice({start}, {COLUMNS}, 1).store(sums.to({dtype(plan)}))",
-                # Otherwise the assembler loads all columns first, and spills.
-                "tl.barrier()",
-            )
-        write(
-            "fence_async_shared()",
-            f"tma.async_store(out_map, [q_first + half * {ROWS}, h * {plan.D}], q_tile.index(half))",
-        )
-    write("tma.store_wait(0)")
+@gluon.jit
+def correct(x, n, program, tiles, shared, options: gl.constexpr):
+    """Rescale both tiles' sums, for each tile of keys but the first, and store the outputs."""
+    D: gl.constexpr = options.plan.D
+    chunk: gl.constexpr = options.chunk
+    phase = 0
+    for t in range(0, tiles.count):
+        for half in gl.static_range(2):
+            mbarrier.wait(shared.alpha_ready.index(half), phase)
+            if t > 0:
+                alpha = shared.alpha.index(half).load(options.sums_row_layout)
+                for start in gl.static_range(0, D, chunk):
+                    acc = shared.acc.index(half).slice(start, chunk)
+                    acc.store(acc.load(options.sums_layout) * alpha[:, None])
+            mbarrier.arrive(shared.w_ready.index(half))
+        phase = phase ^ 1
+    for half in gl.static_range(2):
+        mbarrier.wait(shared.ml_ready.index(half), 0)
+        m = shared.m.index(half).load(options.sums_row_layout)
+        l = shared.l.index(half).load(options.sums_row_layout)
+        m, l, factor, seen = denominator(x, n, program, m, l, options)
+        first = shared.first + half * options.rows
+        index = first + gl.arange(0, options.rows, layout=options.sums_row_layout)
+        q = Tokens(first, index, index, n.T)
+        store_token(x.m_out, n, program, q, gl.where(seen, m, float("-inf")), options)
+        store_token(x.log2_sum_out, n, program, q, gl.log2(l), options)
+        mbarrier.wait(shared.done.index(half), 0)
+        for start in gl.static_range(0, D, chunk):
+            acc = shared.acc.index(half).slice(start, chunk)
+            # Without active tiles the sums were never written.
+            sums = gl.where(tiles.count > 0, acc.load(options.sums_layout) * factor[:, None], 0.0)
+            shared.q.tile.index(half).slice(start, chunk, 1).store(sums.to(options.dtype))
+            # Otherwise the assembler loads all columns first, and spills.
+            gl.barrier()
+        fence_async_shared()
+        tma.async_store(shared.out, [first, program.h * D], shared.q.tile.index(half))
+    tma.store_wait(0)

@@ -7,121 +7,180 @@ values.
 
 from __future__ import annotations
 
-from attnops_triton.flash.hopper.partitions import ROWS, PartitionedWriter, TokenBlock
-from attnops_triton.flash.loops import place_by_query
-from attnops_triton.flash.operands import Operand, base
-from attnops_triton.flash.plan import LOG2E, FlashPlan
-from attnops_triton.flash.steps import write_denominator
-from attnops_triton.flash.tile import dtype
-from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.language.source import number
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.standard import _elementwise_max as largest
+from triton.language.standard import _sum_combine as total
+
+from attnops_triton.flash.hopper.shared import (
+    advance,
+    each_tile,
+    find_tiles,
+    first_token,
+    hold,
+    load,
+    make_barriers,
+    output_map,
+    place_tile,
+    stream,
+    tokens,
+)
+from attnops_triton.flash.hopper.steps import fill, new_product, no_sums, operand
+from attnops_triton.flash.kernels.scores import (
+    allowed,
+    apply_cap_and_bias,
+    denominator,
+    load_values,
+    no_values,
+    weights,
+)
+from attnops_triton.flash.kernels.tokens import place_by_query, store_token
 
 
-def write_forward(plan: FlashPlan, operands: list[Operand], schedule: TileSchedule) -> tuple[PartitionedWriter, int]:
-    """The lines of the kernel and the size of its grid, for the operands of `attnops_triton.flash.forward.forward`."""
-    tiles, D = plan.forward, plan.D
-    q = TokenBlock("q", "q", plan.H, "h", D, ROWS)
-    k, v = (TokenBlock(name, "kv", plan.K, "k", D, tiles.bk) for name in ("k", "v"))
-    out = TokenBlock("out", "q", plan.H, "h", D, ROWS, output=True)
-    writer = PartitionedWriter(plan, tiles, operands, schedule, (q,), (k, v), (out,))
-    programs = place_by_query(writer, plan, tiles.bq)
-    writer(f"q_first = row * {tiles.bq}")
-    writer.share()
-    writer.barriers("turn", 2, 1)
-    writer("mbarrier.arrive(turn.index(0))")
-    writer.load_held()
-    writer.load_streamed()
-    _compute(writer)
-    _finish(writer, out)
-    return writer, programs
+class Shared(NamedTuple):
+    """What the partitions share.
 
-
-def _compute(writer: PartitionedWriter) -> None:
-    """Write the sums over the tiles: ``m``, ``l`` and ``acc``."""
-    write, tile = writer.computer, writer.tile
-    write(*writer.layouts)
-    writer.tokens()
-    tile.load_values("", False)
-    tile.load_values("q", not tile.even)
-    writer.find_tiles(write)
-    write(
-        f'm = tl.full([{ROWS}], float("-inf"), tl.float32, row_layout)',
-        f"l = tl.full([{ROWS}], 0.0, tl.float32, row_layout)",
-        f"acc = tl.full([{ROWS}, {writer.plan.D}], 0.0, tl.float32, sums_layout)",
-    )
-    writer.zeros()
-    write("q = q_tile.index(group)", "stage = 0", "phase = 0", "turn_phase = 0", "mbarrier.wait(held.index(group), 0)")
-    with write.block("if count > 0:"):
-        write("t = 0")
-        _scores(writer, writer.has_partial)
-        _weights(writer, writer.has_partial, first=True)
-        writer.loop(write, 1, lambda masked: _step(writer, masked))
-        writer.wait("v")
-        writer.multiply("acc", "w", "v_tile.index(stage)", add=True)
-        writer.finish("acc", 0, "w")
-
-
-def _scores(writer: PartitionedWriter, masked: bool) -> None:
-    """Write the products ``s`` of the first tile, and the tile's keys."""
-    writer.place_tile(writer.computer, None if masked else False)
-    _keys(writer, masked)
-    writer.wait("k")
-    writer.multiply("s", "q", "k_tile.index(stage).permute([1, 0])", add=False)
-    writer.finish("s", 0)
-    writer.release("k")
-
-
-def _keys(writer: PartitionedWriter, masked: bool) -> None:
-    writer.streamed_tokens()
-    writer.tile.load_values("kv", masked and not writer.tile.even)
-
-
-def _step(writer: PartitionedWriter, masked: bool) -> None:
-    """Write a tile's scores and weights, and the product of the previous tile's weights and values."""
-    write = writer.computer
-    write("before = stage", "phase_before = phase")
-    writer.advance(write)
-    _keys(writer, masked)
-    writer.wait("k")
-    write("mbarrier.wait(turn.index(group), turn_phase)")
-    writer.multiply("s", "q", "k_tile.index(stage).permute([1, 0])", add=False)
-    writer.wait("v", "before", "phase_before")
-    writer.multiply("acc", "w", "v_tile.index(before)", add=True)
-    write("mbarrier.arrive(turn.index(1 - group))", "turn_phase = turn_phase ^ 1")
-    writer.finish("s", 1)
-    writer.release("k")
-    _weights(writer, masked, first=False)
-
-
-def _weights(writer: PartitionedWriter, masked: bool, first: bool) -> None:
-    """Write ``w``, the weights of a tile, and the updates of ``m`` and ``l``.
-
-    Except for the first tile, ``acc`` is rescaled to the new ``m``.
+    Attributes:
+        first: the program's first query.
+        q, held: the queries, and the barriers of each half.
+        k, v: keys and values.
+        out: the tensor map of the output.
+        turn: barriers by which the computing partitions alternate.
     """
-    write, tile, plan = writer.computer, writer.tile, writer.plan
-    tile.apply_cap_and_bias()
-    if masked and tile.allowed(not tile.even):
-        write('s = tl.where(ok, s, float("-inf"))')
-    write("m_new = tl.maximum(m, tl.reduce(s, 1, largest))")
-    # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
-    write('base = tl.where(m_new == float("-inf"), 0.0, m_new)' if masked else "base = m_new")
-    tile.weights("base")
-    write(
-        f"alpha = tl.exp2((m - base) * {number(plan.score_unit * LOG2E)})",
-        "l = l * alpha + tl.reduce(p, 1, total)",
-        "m = m_new",
+
+    first: Any
+    q: Any
+    held: Any
+    k: Any
+    v: Any
+    out: Any
+    turn: Any
+
+
+class State(NamedTuple):
+    """The online softmax so far.
+
+    Attributes:
+        m, l: the maximum and the denominator, [rows].
+        acc: the sums of values, [rows, D], without the last tile's.
+        w: the last tile's weights.
+        stage, phase: the last tile's buffer, and the parity of its barriers.
+        turn: the parity of the turn's barrier.
+    """
+
+    m: Any
+    l: Any
+    acc: Any
+    w: Any
+    stage: Any
+    phase: Any
+    turn: Any
+
+
+@gluon.jit
+def attnops_flash_forward(x, n, options: gl.constexpr):
+    """Attention of a tile of queries."""
+    program = place_by_query(n, options)
+    first = program.row * (options.copies * options.rows)
+    q = hold(x.q, n, program, options.layouts.q.bit, options)
+    k = stream(x.k, n, program, options.layouts.k.bit, options)
+    v = stream(x.v, n, program, options.layouts.v.bit, options)
+    shared = Shared(first, q, make_barriers(2, 1), k, v, output_map(x.out, n, program, options), make_barriers(2, 1))
+    mbarrier.arrive(shared.turn.index(0))
+    gl.warp_specialize(
+        [
+            (compute, (0, x, n, program, shared, options)),
+            (compute, (1, x, n, program, shared, options)),
+            (load, (x, n, program, first, shared.held, (q,), (k, v), 0, options)),
+        ],
+        [4, 1],
+        [240, 24],
     )
-    if not first:
-        writer.finish("acc", 0, "w")
-        writer.release("v", "before")
-        write("acc = acc * tl.convert_layout(alpha, sums_row_layout)[:, None]")
-    write(f"w = tl.convert_layout(p.to({dtype(plan)}), weights_layout)")
 
 
-def _finish(writer: PartitionedWriter, out: TokenBlock) -> None:
-    write, tile, plan = writer.computer, writer.tile, writer.plan
-    write_denominator(tile)
-    writer.store(out, "acc", f"tl.{plan.out_dtype}", "q", "tl.convert_layout(factor, sums_row_layout)[:, None]")
-    masked = "" if tile.even else ", mask=qi < T"
-    write(f'tl.store({base(write, "m", "", plan.H, "T")} + qi, tl.where(seen, m, float("-inf")){masked})')
-    write(f"tl.store({base(write, 'log2_sum', '', plan.H, 'T')} + qi, tl.log2(l){masked})")
+@gluon.jit
+def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
+    """The output of half the queries."""
+    q = tokens(shared.first + group * options.rows, n.T, True, options)
+    values = load_values(x, n, program, q, no_values(options), "", False, options)
+    values = load_values(x, n, program, q, values, "q", not options.is_even, options)
+    tiles = find_tiles(x, n, program, options)
+    m = gl.full([options.rows], float("-inf"), gl.float32, options.row_layout)
+    l = gl.full([options.rows], 0.0, gl.float32, options.row_layout)
+    acc = no_sums(options)
+    mbarrier.wait(shared.held.index(group), 0)
+    if tiles.count > 0:
+        # The first tile may be PARTIAL or FULL.
+        masked: gl.constexpr = x.ranges is not None or not options.is_even
+        i = tiles.full_start - tiles.partials
+        if masked:
+            i = gl.where(tiles.partials > 0, tiles.partial_start, i)
+        kv = tokens(first_token(x, tiles, i, options), n.S, False, options)
+        found = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
+        mbarrier.wait(shared.k.ready.index(0), 0)
+        s = new_product(shared.q.tile.index(group), shared.k.tile.index(0).permute([1, 0]), options)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(shared.k.free.index(0))
+        m, l, _, p = softmax(x, n, program, q, kv, s, m, l, found, options, masked)
+        state = State(m, l, acc, operand(p, options), 0, 0, 0)
+        state = each_tile(step, state, group, x, n, program, tiles, shared, (q, values), options, 1)
+        mbarrier.wait(shared.v.ready.index(state.stage), state.phase)
+        acc = warpgroup_mma(state.w, shared.v.tile.index(state.stage), state.acc, is_async=True)
+        acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
+        m = state.m
+        l = state.l
+    m, l, factor, seen = denominator(x, n, program, m, l, options)
+    acc = acc * gl.convert_layout(factor, options.sums_row_layout)[:, None]
+    out = shared.q.tile.index(group)
+    fill(out, acc, options)
+    tma.async_store(shared.out, [q.first, program.h * options.plan.D], out)
+    store_token(x.m_out, n, program, q, gl.where(seen, m, float("-inf")), options)
+    store_token(x.log2_sum_out, n, program, q, gl.log2(l), options)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def step(
+    t, state, group: gl.constexpr, x, n, program, tiles, shared, given, options: gl.constexpr, masked: gl.constexpr
+):  # fmt: skip
+    """A tile's scores and weights, and the product of the previous tile's weights and values."""
+    q, values = given
+    k = shared.k
+    v = shared.v
+    before = state.stage
+    phase_before = state.phase
+    stage, phase = advance(before, phase_before, options)
+    kv = tokens(place_tile(x, program, tiles, t, options, masked)[0], n.S, False, options)
+    values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
+    mbarrier.wait(k.ready.index(stage), phase)
+    mbarrier.wait(shared.turn.index(group), state.turn)
+    s = new_product(shared.q.tile.index(group), k.tile.index(stage).permute([1, 0]), options)
+    mbarrier.wait(v.ready.index(before), phase_before)
+    acc = warpgroup_mma(state.w, v.tile.index(before), state.acc, is_async=True)
+    mbarrier.arrive(shared.turn.index(1 - group))
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k.free.index(stage))
+    m, l, alpha, p = softmax(x, n, program, q, kv, s, state.m, state.l, values, options, masked)
+    acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
+    mbarrier.arrive(v.free.index(before))
+    acc = acc * gl.convert_layout(alpha, options.sums_row_layout)[:, None]
+    return State(m, l, acc, operand(p, options), stage, phase, state.turn ^ 1)
+
+
+@gluon.jit
+def softmax(x, n, program, q, kv, s, m, l, values, options: gl.constexpr, masked: gl.constexpr):
+    """``m`` and ``l`` with a tile's products, the factor of earlier sums, and the tile's weights."""
+    s = apply_cap_and_bias(x, n, program, q, kv, s, values, options)[0]
+    if masked and options.has_ok:
+        s = gl.where(allowed(x, n, program, q, kv, values, 0, options), s, float("-inf"))
+    m_new = gl.maximum(m, gl.reduce(s, 1, largest))
+    below = m_new
+    if masked:
+        # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
+        below = gl.where(m_new == float("-inf"), 0.0, m_new)
+    p = weights(s, below, None, options)
+    alpha = gl.exp2((m - below) * options.unit)
+    return m_new, l * alpha + gl.reduce(p, 1, total), alpha, p

@@ -1,0 +1,345 @@
+"""The backward kernel for Hopper by tiles of keys, for dk and dv.
+
+Two partitions compute 64 keys each. Weights are computed while the products for scores and for the gradients of weights
+run.
+
+The kernel can also compute dq (`FlashPlan.fuses_dq`). Each partition then multiplies the score gradients of both
+partitions by half the columns of the keys, and the copy engine adds the result to memory. The order of these additions
+depends on the order in which programs run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnops_triton.flash.hopper.shared import (
+    Held,
+    advance,
+    each_head,
+    hold,
+    load,
+    make_barriers,
+    make_map,
+    nothing,
+    output_map,
+    place_tile,
+    share_statistics,
+    stream,
+    tokens,
+    values_of_head,
+)
+from attnops_triton.flash.hopper.steps import new_product, no_sums, operand, store_sums
+from attnops_triton.flash.kernels.scores import cap_and_bias_vjp, load_values, recompute_scores, score_gradients
+from attnops_triton.flash.kernels.tokens import place_by_key
+
+
+class Shared(NamedTuple):
+    """What the partitions share.
+
+    Attributes:
+        first: the program's first key.
+        k, v, held: keys and values, and the barriers of each half.
+        q, d_out: queries and cotangents.
+        dk, dv: the tensor maps of dk and dv; 0 without them.
+        statistics: the logsumexp to base 2 in one term, and delta, [stages, 2, queries].
+        dq: `FusedDq`, or 0.
+    """
+
+    first: Any
+    k: Any
+    v: Any
+    held: Any
+    q: Any
+    d_out: Any
+    dk: Any
+    dv: Any
+    statistics: Any
+    dq: Any
+
+
+class FusedDq(NamedTuple):
+    """What a fused dq needs.
+
+    Attributes:
+        ds, ds_ready: the score gradients of two tiles, for both partitions, and their barrier.
+        map, tile, ready, free: the tensor map of dq, a buffer of each partition, and their barriers.
+        keys, keys_ready: half the columns of half the keys each, a `Held` array [4, rows, D / 2], and their barrier; 0
+            if the buffer of keys can be sliced.
+        dk_done, dv_done: barriers of the buffers of dk and dv.
+    """
+
+    ds: Any
+    ds_ready: Any
+    map: Any
+    tile: Any
+    ready: Any
+    free: Any
+    keys: Any
+    keys_ready: Any
+    dk_done: Any
+    dv_done: Any
+
+
+class State(NamedTuple):
+    """The sums so far, [rows, D].
+
+    Attributes:
+        dk, dv: the sums.
+        stage, phase: the current buffer and the parity of its barriers; with a fused dq the number of tiles so far,
+            and 0.
+    """
+
+    dk: Any
+    dv: Any
+    stage: Any
+    phase: Any
+
+
+@gluon.jit
+def attnops_flash_backward_key(x, n, options: gl.constexpr):
+    """Dk and dv of a tile of keys."""
+    by_key(x, n, options)
+
+
+@gluon.jit
+def attnops_flash_backward(x, n, options: gl.constexpr):
+    """Dk and dv of a tile of keys; dq is added to."""
+    by_key(x, n, options)
+
+
+@gluon.jit
+def by_key(x, n, options: gl.constexpr):
+    """Either kernel."""
+    program = place_by_key(n, options)
+    first = program.row * (options.copies * options.rows)
+    k = hold(x.k, n, program, options.layouts.k.bit, options)
+    v = hold(x.v, n, program, options.layouts.v.bit, options)
+    q = stream(x.q, n, program, options.layouts.q.bit, options)
+    d_out = stream(x.d_out, n, program, options.layouts.d_out.bit, options)
+    dk = 0
+    dv = 0
+    if options.stores_by_map:
+        dk = output_map(x.dk, n, program, options)
+        dv = output_map(x.dv, n, program, options)
+    held = make_barriers(2, 1)
+    statistics = share_statistics(x, n, options)
+    if options.fuses_dq:
+        dq = share_dq(x, n, program, options)
+        shared = Shared(first, k, v, held, q, d_out, dk, dv, statistics.tile, dq)
+        gl.warp_specialize(
+            [
+                (compute, (0, x, n, program, shared, options)),
+                (compute, (1, x, n, program, shared, options)),
+                (load_all, (x, n, program, shared, statistics, options)),
+                (add, (x, n, program, shared, options)),
+            ],
+            [4, 1, 1],
+            [240, 24, 24],
+        )
+    else:
+        shared = Shared(first, k, v, held, q, d_out, dk, dv, statistics.tile, 0)
+        gl.warp_specialize(
+            [
+                (compute, (0, x, n, program, shared, options)),
+                (compute, (1, x, n, program, shared, options)),
+                (load_all, (x, n, program, shared, statistics, options)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+@gluon.jit
+def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
+    """Dk and dv of half the keys."""
+    kv = tokens(shared.first + group * options.rows, n.S, True, options)
+    mbarrier.wait(shared.held.index(group), 0)
+    if options.fuses_dq:
+        if options.slices_keys:
+            mbarrier.wait(shared.held.index(1 - group), 0)
+        else:
+            mbarrier.wait(shared.dq.keys_ready.index(0), 0)
+    state = State(no_sums(options), no_sums(options), 0, 0)
+    state = each_head(step, values_of_head, state, group, x, n, program, shared, kv, options)
+    dk = state.dk * options.scale
+    dk_done = 0
+    dv_done = 0
+    if options.fuses_dq:
+        # dk is stored through the keys' buffer: wait for the other partition's last product for dq, which reads it.
+        mbarrier.arrive(shared.dq.ds_ready.index(0))
+        mbarrier.wait(shared.dq.ds_ready.index(0), state.stage & 1)
+        dk_done = shared.dq.dk_done
+        dv_done = shared.dq.dv_done
+    store_sums(x.dk, shared.dk, shared.k.tile, dk_done, dk, group, n, program, shared.first, options)
+    store_sums(x.dv, shared.dv, shared.v.tile, dv_done, state.dv, group, n, program, shared.first, options)
+    if options.stores_by_map and not options.fuses_dq:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def step(
+    t, state, group: gl.constexpr, x, n, program, tiles, shared, given, options: gl.constexpr, masked: gl.constexpr
+):  # fmt: skip
+    """Add a tile's part of dk and dv, and its dq."""
+    first, program = place_tile(x, program, tiles, t, options, masked)
+    if options.flat:
+        kv, values = values_of_head(x, n, program, given, options)
+    else:
+        kv, values = given
+    q = tokens(first, n.T, False, options)
+    values = load_values(x, n, program, q, values, "q", masked and not options.is_even, options)
+    stage = state.stage
+    phase = state.phase
+    done = stage
+    if options.fuses_dq:
+        # The three variables follow from one counter, to save registers.
+        stage = done % options.tiles.stages
+        phase = done // options.tiles.stages & 1
+    queries = shared.q.tile.index(stage)
+    cotangents = shared.d_out.tile.index(stage)
+    statistics = shared.statistics.index(stage)
+    mbarrier.wait(shared.q.ready.index(stage), phase)
+    s = new_product(shared.k.tile.index(group), queries.permute([1, 0]), options)
+    mbarrier.wait(shared.d_out.ready.index(stage), phase)
+    # To save registers, the logsumexp has one term and the sums of the product start from −delta.
+    zeros = gl.full(options.shape, 0.0, gl.float32, options.scores_layout)
+    dp = zeros - statistics.slice(1, 1, 0).load(options.scores_layout)
+    dp = warpgroup_mma(shared.v.tile.index(group), cotangents.permute([1, 0]), dp, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    lse = statistics.slice(0, 1, 0).load(options.scores_layout)
+    scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
+    p = gl.exp2(scores.s * options.unit - lse)
+    w = operand(p, options)
+    dv = warpgroup_mma(w, cotangents, state.dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    dv, w = warpgroup_mma_wait(0, deps=[dv, w])
+    mbarrier.arrive(shared.d_out.free.index(stage))
+    ds = score_gradients(p, dp, None, True, True, masked, options)
+    ds = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)[0]
+    ws = operand(ds, options)
+    if options.fuses_dq:
+        side = done & 1
+        dq = multiply_dq(shared, ws, side, group, options)
+        dk = warpgroup_mma(ws, queries, state.dk, is_async=True)
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        mbarrier.wait(shared.dq.free.index(group), side ^ 1)
+        shared.dq.tile.index(group).store(dq)
+        fence_async_shared()
+        mbarrier.arrive(shared.dq.ready.index(group))
+    else:
+        dk = warpgroup_mma(ws, queries, state.dk, is_async=True)
+    dk, ws = warpgroup_mma_wait(0, deps=[dk, ws])
+    mbarrier.arrive(shared.q.free.index(stage))
+    if options.fuses_dq:
+        stage = done + 1
+        phase = state.phase
+    else:
+        stage, phase = advance(stage, phase, options)
+    return State(dk, dv, stage, phase)
+
+
+@gluon.jit
+def share_dq(x, n, program, options: gl.constexpr):
+    """The `FusedDq`."""
+    rows: gl.constexpr = options.rows
+    half: gl.constexpr = options.half
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, rows], options.dtype)
+    ds = gl.allocate_shared_memory(options.dtype, [4, rows, rows], layout)
+    dq_map = make_map(x.dq, n, program, -1, True, rows, half, gl.float32, options)
+    dq_tile = gl.allocate_shared_memory(gl.float32, [2, rows, half], dq_map.layout)
+    ds_ready = make_barriers(1, 2)
+    keys = 0
+    keys_ready = 0
+    if not options.slices_keys:
+        keys_map = make_map(x.k, n, program, options.layouts.k.bit, False, rows, half, options.dtype, options)
+        keys = Held(keys_map, gl.allocate_shared_memory(options.dtype, [4, rows, half], keys_map.layout))
+        keys_ready = make_barriers(1, 1)
+    return FusedDq(
+        ds, ds_ready, dq_map, dq_tile, make_barriers(2, 1), make_barriers(2, 1), keys, keys_ready,
+        make_barriers(2, 1), make_barriers(2, 1),
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_all(x, n, program, shared, statistics, options: gl.constexpr):
+    """The loader."""
+    if options.fuses_dq and not options.slices_keys:
+        load_columns(program, shared, options)
+    load(x, n, program, shared.first, shared.held, (shared.k, shared.v), (shared.q, shared.d_out), statistics, options)
+
+
+@gluon.jit
+def load_columns(program, shared, options: gl.constexpr):
+    """Copy each half of the keys' columns to separate buffers."""
+    half: gl.constexpr = options.half
+    keys = shared.dq.keys
+    ready = shared.dq.keys_ready.index(0)
+    mbarrier.expect(ready, 4 * options.rows * half * options.itemsize)
+    for part in gl.static_range(4):
+        at = program.k * options.plan.D + part % 2 * half
+        tma.async_load(keys.map, [shared.first + part // 2 * options.rows, at], ready, keys.tile.index(part))
+
+
+@gluon.jit
+def multiply_dq(shared, ws, side, group: gl.constexpr, options: gl.constexpr):
+    """The products of the tile's ds with all keys, for half of the head dim: dq [64, D / 2].
+
+    A buffer of ds is overwritten two tiles later. By then the other partition has arrived at the barrier of the tile in
+    between, so it has read the buffer.
+    """
+    half: gl.constexpr = options.half
+    dq = gl.full([options.rows, half], 0.0, gl.float32, options.dq_layout)
+    shared.dq.ds.index(side * 2 + group).store(ws)
+    fence_async_shared()
+    mbarrier.arrive(shared.dq.ds_ready.index(0))
+    mbarrier.wait(shared.dq.ds_ready.index(0), side)
+    for i in gl.static_range(2):
+        if options.slices_keys:
+            keys = shared.k.tile.index(i).slice(group * half, half, 1)
+        else:
+            keys = shared.dq.keys.tile.index(2 * i + group)
+        ds = shared.dq.ds.index(side * 2 + i).permute([1, 0])
+        dq = warpgroup_mma(ds, keys, dq, use_acc=i > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def add(x, n, program, shared, options: gl.constexpr):
+    """The partition that has the copy engine add each tile's dq to memory, and then stores dk and dv."""
+    side = 0
+    each_head(add_tile, nothing, side, 0, x, n, program, shared, 0, options)
+    at = program.k * options.plan.D
+    for half in gl.static_range(2):
+        mbarrier.wait(shared.dq.dk_done.index(half), 0)
+        tma.async_store(shared.dk, [shared.first + half * options.rows, at], shared.k.tile.index(half))
+    for half in gl.static_range(2):
+        mbarrier.wait(shared.dq.dv_done.index(half), 0)
+        tma.async_store(shared.dv, [shared.first + half * options.rows, at], shared.v.tile.index(half))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def add_tile(
+    t, side, group: gl.constexpr, x, n, program, tiles, shared, given, options: gl.constexpr, masked: gl.constexpr
+):  # fmt: skip
+    """Add a tile's dq."""
+    first, program = place_tile(x, program, tiles, t, options, masked)
+    dq = shared.dq
+    for half in gl.static_range(2):
+        mbarrier.wait(dq.ready.index(half), side)
+        at = program.h * options.plan.D + half * options.half
+        tma.async_atomic_add(dq.map, [first, at], dq.tile.index(half))
+    tma.store_wait(0)
+    for half in gl.static_range(2):
+        mbarrier.arrive(dq.free.index(half))
+    return side ^ 1

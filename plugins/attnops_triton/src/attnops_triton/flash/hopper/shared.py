@@ -1,0 +1,387 @@
+"""What the kernels with partitions of warps share: their options, tensor maps, rings, loops over tiles, and the loader.
+
+Two partitions compute half of a program's rows each, and one loads tiles for both. The loader copies tiles to rings of
+buffers in shared memory by tensor maps (TMA). A buffer has two barriers: ``ready``, when it has been written, and
+``free``, when it has been read. The computing partitions get the registers that the loader does not need.
+
+Parameters of many functions, besides those of `attnops_triton.flash.kernels`:
+- ``stage``, ``phase``: the index of the current buffer of the rings, and the parity of its barriers;
+- ``group``: 0 or 1, the computing partition: which half of the program's rows it has, or, in Blackwell's backward
+  kernels, which half of a tile's columns;
+- ``masked``: whether a tile is PARTIAL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from attnops_triton.flash.kernels.parameters import KernelOptions
+from attnops_triton.flash.kernels.scores import load_values, no_values
+from attnops_triton.flash.kernels.tokens import Program, Tokens, column, find_row, full_tiles, partial_tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionedOptions(KernelOptions):
+    """The options of a kernel with partitions of warps. Its tile is that of one computing partition.
+
+    Attributes:
+        rows: the rows of a computing partition.
+        copies: rows per program divided by ``rows``.
+        fuses_dq: whether the kernel by keys computes dq too.
+    """
+
+    fuses_dq: bool = False
+    rows: ClassVar[int]
+    copies: ClassVar[int]
+
+    @property
+    def columns(self) -> int:
+        """The streamed side of a computing partition's tile."""
+        return self.streamed
+
+    @property
+    def streamed(self) -> int:
+        """Tokens that are loaded per tile."""
+        return self.tiles.bq if self.transposed else self.tiles.bk
+
+    @property
+    def bq(self) -> int:
+        return self.columns if self.transposed else self.rows
+
+    @property
+    def bk(self) -> int:
+        return self.rows if self.transposed else self.columns
+
+    @property
+    def itemsize(self) -> int:
+        return self.plan.itemsize
+
+    @property
+    def row_layout(self) -> Any:
+        return gl.SliceLayout(1, self.scores_layout)
+
+    @property
+    def column_layout(self) -> Any:
+        return gl.SliceLayout(0, self.scores_layout)
+
+    @property
+    def sums_row_layout(self) -> Any:
+        return gl.SliceLayout(1, self.sums_layout)
+
+    @property
+    def scores_layout(self) -> Any:
+        """The layout of a partition's tile of scores."""
+        raise NotImplementedError
+
+    @property
+    def sums_layout(self) -> Any:
+        """The layout of sums with a head dim."""
+        raise NotImplementedError
+
+    @property
+    def output_heads(self) -> int:
+        """The heads of the outputs of the kernel by keys."""
+        return self.plan.H if self.splits_groups else self.plan.K
+
+    @property
+    def output_dtype(self) -> Any:
+        """The dtype of gradients that are stored."""
+        return gl.float32 if self.transposed and self.splits_groups else self.gradient_dtype
+
+    @property
+    def loops_over_heads(self) -> bool:
+        """Whether a loop over the query heads of a kv head has one over tiles inside."""
+        return self.transposed and self.plan.G > 1 and not (self.flat or self.splits_groups)
+
+    @property
+    def stores_by_map(self) -> bool:
+        """Whether tensor maps store gradients."""
+        return self.plan.gradient_dtype == self.plan.dtype and not (self.transposed and self.splits_groups)
+
+
+class Held(NamedTuple):
+    """An array of which a program keeps its rows.
+
+    Attributes:
+        map: the tensor map.
+        tile: [copies, rows, D].
+    """
+
+    map: Any
+    tile: Any
+
+
+class Ring(NamedTuple):
+    """An array that is streamed through a ring of buffers.
+
+    Attributes:
+        map: the tensor map.
+        tile: [stages, tokens, D].
+        ready, free: barriers of each buffer.
+    """
+
+    map: Any
+    tile: Any
+    ready: Any
+    free: Any
+
+
+class Tiles(NamedTuple):
+    """The active tiles of a row: PARTIAL ones come first.
+
+    Attributes:
+        row: the row.
+        full_start, partial_start: the first FULL and the first PARTIAL tile.
+        partials, count: the number of PARTIAL tiles, and of all.
+    """
+
+    row: Any
+    full_start: Any
+    partial_start: Any
+    partials: Any
+    count: Any
+
+
+@gluon.jit
+def make_barriers(copies: gl.constexpr, arrivals: gl.constexpr):
+    """Barriers, each with ``arrivals`` arrivals per phase."""
+    barriers = mbarrier.allocate_mbarrier(batch=copies)
+    for i in gl.static_range(copies):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def make_map(
+    array, n, program, bit: gl.constexpr, of_query: gl.constexpr, block: gl.constexpr, width: gl.constexpr,
+    dtype: gl.constexpr, options: gl.constexpr,
+):  # fmt: skip
+    """A tensor map of the program's batch of an array [B or 1, length, heads, D], by blocks [tokens, width]."""
+    stride: gl.constexpr = (options.plan.H if of_query else options.plan.K) * options.plan.D
+    length = n.T if of_query else n.S
+    b = program.b
+    if bit >= 0:
+        b = b * (n.batched >> bit & 1)
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([block, width], dtype)
+    return tma.make_tensor_descriptor(
+        array + b.to(gl.int64) * length * stride, [length, stride], [stride, 1], [block, width], layout
+    )
+
+
+@gluon.jit
+def hold(array, n, program, bit: gl.constexpr, options: gl.constexpr):
+    """A `Held` array."""
+    of_query: gl.constexpr = not options.transposed
+    D: gl.constexpr = options.plan.D
+    tensor_map = make_map(array, n, program, bit, of_query, options.rows, D, options.dtype, options)
+    return Held(
+        tensor_map, gl.allocate_shared_memory(options.dtype, [options.copies, options.rows, D], tensor_map.layout)
+    )
+
+
+@gluon.jit
+def stream(array, n, program, bit: gl.constexpr, options: gl.constexpr):
+    """A `Ring`, whose buffers both computing partitions free."""
+    stages: gl.constexpr = options.tiles.stages
+    D: gl.constexpr = options.plan.D
+    tensor_map = make_map(array, n, program, bit, options.transposed, options.streamed, D, options.dtype, options)
+    tile = gl.allocate_shared_memory(options.dtype, [stages, options.streamed, D], tensor_map.layout)
+    return Ring(tensor_map, tile, make_barriers(stages, 1), make_barriers(stages, 2))
+
+
+@gluon.jit
+def output_map(array, n, program, options: gl.constexpr):
+    """The tensor map of an output."""
+    return make_map(array, n, program, -1, not options.transposed, options.rows, options.plan.D, options.dtype, options)
+
+
+@gluon.jit
+def find_tiles(x, n, program, options: gl.constexpr):
+    """The `Tiles` of a program."""
+    row = find_row(x, n, program, options)
+    full_start, full_stop = full_tiles(x, n, row)
+    partial_start = 0
+    partials = 0
+    if x.ranges is not None or not options.is_even:
+        partial_start, partial_stop = partial_tiles(x, n, row)
+        partials = partial_stop - partial_start
+    return Tiles(row, full_start, partial_start, partials, full_stop - full_start + partials)
+
+
+@gluon.jit
+def first_token(x, tiles, i, options: gl.constexpr):
+    """The first token of the tile at index ``i`` of the schedule."""
+    return column(x, tiles.row, i) * options.streamed
+
+
+@gluon.jit
+def place_tile(x, program, tiles, t, options: gl.constexpr, masked: gl.constexpr):
+    """The first token of the tile at index ``t`` of a loop, and the `Program` of its head."""
+    h = program.h
+    i = tiles.partial_start if masked else tiles.full_start
+    if options.flat:
+        h = program.k * options.plan.G + t % options.plan.G
+        i = i + t // options.plan.G
+    elif masked:
+        i = i + t
+    else:
+        i = i + t - tiles.partials
+    return first_token(x, tiles, i, options), Program(program.b, h, program.k, program.row)
+
+
+@gluon.jit
+def each_tile(
+    step: gl.constexpr, state, group: gl.constexpr, x, n, program, tiles, shared, given, options: gl.constexpr,
+    start: gl.constexpr = 0,
+):  # fmt: skip
+    """The state after the steps of all tiles from index ``start`` on, PARTIAL ones first."""
+    heads: gl.constexpr = options.plan.G if options.flat else 1
+    first = start
+    # Otherwise no tile is PARTIAL.
+    if x.ranges is not None or not options.is_even:
+        for t in range(start, tiles.partials * heads):
+            state = step(t, state, group, x, n, program, tiles, shared, given, options, True)
+        first = tiles.partials
+        if start > 0:
+            first = gl.maximum(first, start)
+    if options.flat:
+        for t in range(0, (tiles.count - tiles.partials) * heads):
+            state = step(t, state, group, x, n, program, tiles, shared, given, options, False)
+    else:
+        for t in range(first, tiles.count):
+            state = step(t, state, group, x, n, program, tiles, shared, given, options, False)
+    return state
+
+
+@gluon.jit
+def head_of_group(program, g, options: gl.constexpr):
+    """The `Program` of a query head of its kv head."""
+    return Program(program.b, program.k * options.plan.G + g, program.k, program.row)
+
+
+@gluon.jit
+def each_head(
+    step: gl.constexpr, prepare: gl.constexpr, state, group: gl.constexpr, x, n, program, shared, given,
+    options: gl.constexpr,
+):  # fmt: skip
+    """The state after the steps of all tiles of all query heads of a program; ``prepare`` gives the values of a head.
+
+    Without ``options.flat`` a loop over heads has one over tiles inside.
+    """
+    G: gl.constexpr = options.plan.G
+    if options.loops_over_heads:
+        for g in range(0, G):
+            here = head_of_group(program, g, options)
+            values = prepare(x, n, here, given, options)
+            tiles = find_tiles(x, n, here, options)
+            state = each_tile(step, state, group, x, n, here, tiles, shared, values, options)
+    else:
+        values = given
+        if not options.flat:
+            values = prepare(x, n, program, given, options)
+        tiles = find_tiles(x, n, program, options)
+        state = each_tile(step, state, group, x, n, program, tiles, shared, values, options)
+    return state
+
+
+@gluon.jit
+def tokens(first, stop, held: gl.constexpr, options: gl.constexpr):
+    """The held `Tokens` of a partition, or the streamed ones of its tile."""
+    if held:
+        index = first + gl.arange(0, options.rows, layout=options.row_layout)
+        found = Tokens(first, index, index[:, None], stop)
+    else:
+        index = first + gl.arange(0, options.columns, layout=options.column_layout)
+        found = Tokens(first, index, index[None, :], stop)
+    return found
+
+
+@gluon.jit
+def advance(stage, phase, options: gl.constexpr):
+    """The next buffer of the rings, and the parity of its barriers."""
+    stage = stage + 1
+    if stage == options.tiles.stages:
+        stage = 0
+        phase = phase ^ 1
+    return stage, phase
+
+
+@gluon.jit
+def column_of(program, of_query: gl.constexpr, options: gl.constexpr):
+    """The first column of the program's head in a tensor map."""
+    return (program.h if of_query else program.k) * options.plan.D
+
+
+@gluon.jit
+def load(x, n, program, first, ready, held, rings, statistics, options: gl.constexpr):
+    """The loader: copies the rows that the program holds, from token ``first`` on, then all tiles to the rings.
+
+    ``ready`` are barriers of each computing partition's rows, ``held`` the `Held` arrays, and ``rings`` two `Ring`s in
+    the order of use. ``statistics``, if there are any, are copied too, and counted by the first ring's barriers.
+    """
+    load_held(program, first, ready, held, options)
+    state = (0, 1)
+    each_head(load_tile, nothing, state, 0, x, n, program, rings, statistics, options)
+
+
+@gluon.jit
+def load_held(program, first, ready, held, options: gl.constexpr):
+    """Copy the rows that the program holds."""
+    copies: gl.constexpr = options.copies
+    at = column_of(program, not options.transposed, options)
+    for half in gl.static_range(copies):
+        mbarrier.expect(ready.index(half), len(held) * options.rows * options.plan.D * options.itemsize)
+        for i in gl.static_range(len(held)):
+            tma.async_load(held[i].map, [first + half * options.rows, at], ready.index(half), held[i].tile.index(half))
+
+
+@gluon.jit
+def nothing(x, n, program, given, options: gl.constexpr):
+    """The values of a head for partitions that need none."""
+    return given
+
+
+@gluon.jit
+def values_of_head(x, n, program, kv, options: gl.constexpr):
+    """The held keys, and the `Values` per head and per key."""
+    values = load_values(x, n, program, kv, no_values(options), "", False, options)
+    return kv, load_values(x, n, program, kv, values, "kv", not options.is_even, options)
+
+
+@gluon.jit
+def load_tile(
+    t, state, group: gl.constexpr, x, n, program, tiles, rings, statistics, options: gl.constexpr,
+    masked: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile to the rings."""
+    stage, phase = state
+    first, program = place_tile(x, program, tiles, t, options, masked)
+    at = column_of(program, options.transposed, options)
+    size: gl.constexpr = options.streamed * options.plan.D * options.itemsize
+    for i in gl.static_range(2):
+        ring = rings[i]
+        mbarrier.wait(ring.free.index(stage), phase)
+        if i == 0 and options.transposed:
+            mbarrier.expect(ring.ready.index(stage), size + 2 * 4 * options.streamed)
+            row = (program.b * options.plan.H + program.h) * 2
+            tma.async_load(statistics.map, [row, first], ring.ready.index(stage), statistics.tile.index(stage))
+        else:
+            mbarrier.expect(ring.ready.index(stage), size)
+        tma.async_load(ring.map, [first, at], ring.ready.index(stage), ring.tile.index(stage))
+    return advance(stage, phase, options)
+
+
+@gluon.jit
+def share_statistics(x, n, options: gl.constexpr):
+    """The `Held` statistics, which are copied together with the tiles of ``q``."""
+    stages: gl.constexpr = options.tiles.stages
+    layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
+    tensor_map = tma.make_tensor_descriptor(
+        x.statistics, [n.statistics_rows, n.padded], [n.padded, 1], [2, options.streamed], layout
+    )
+    return Held(tensor_map, gl.allocate_shared_memory(gl.float32, [stages, 2, options.streamed], layout))

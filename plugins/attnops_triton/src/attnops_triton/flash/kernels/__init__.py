@@ -1,0 +1,1 @@
+"""The flash kernels as functions in Triton's language; `parameters` has what they are called with."""

@@ -16,6 +16,9 @@ from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
 from attnops_triton.language.translate import mask_function, score_function, score_vjp_function
 
+# Inputs without a head axis after the batch axis.
+_WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
+
 
 class Pointers(NamedTuple):
     """The first parameter: pointers, inputs before outputs; None or empty for arrays that a call does not have.

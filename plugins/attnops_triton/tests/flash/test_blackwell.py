@@ -116,7 +116,7 @@ def test_simulated_blackwells_backward_is_right(
 
 def held_up(name: str, half: int) -> tuple[str, str]:
     """A replacement that makes one half later than the other."""
-    wait = f"mbarrier.wait(shared.{name}_ready.index(0), done & 1)\n"
+    wait = f"mbarrier.wait(own.{name}_ready.index(0), done & 1)\n"
     return wait, wait.rstrip() + f"; group == {half} and pause()\n"
 
 
@@ -124,7 +124,7 @@ def without_wait(half: int, name: str) -> tuple[str, ...]:
     """Replacements without the wait for one half of the weights, ``w``, or of the gradients of scores, ``ds``."""
     wait = "mbarrier.wait(ready.index(half), turn & 1)"
     return (
-        f"shared.{name}_ready, ", f"(shared.{name}_ready, {half}), ", wait,
+        f"own.{name}_ready, ", f"(own.{name}_ready, {half}), ", wait,
         f"ready, late = ready if isinstance(ready, tuple) else (ready, None); half == late or {wait}",
         "    for half in gl.static_range(2):\n        ready", "    given = ready\n"
         "    for half in gl.static_range(2):\n        ready = given\n        ready",
@@ -135,16 +135,16 @@ def without_wait(half: int, name: str) -> tuple[str, ...]:
 MISTAKES_OF_BACKWARD = {
     "keys are not waited for": ("query", "mbarrier.wait(ring.ready.index(stage), phase)", "pass"),
     "values are not waited for": ("query", "mbarrier.wait(other.ready.index(stage), phase)", "pass"),
-    "queries are not waited for": ("query", "mbarrier.wait(shared.held_ready.index(0), 0)", "pass"),
-    "scores are not waited for": ("query", "mbarrier.wait(shared.s_ready.index(done % 2), done // 2 & 1)", "pass"),
-    "dp is not waited for": ("query", "mbarrier.wait(shared.dp_ready.index(0), done & 1)", "pass"),
+    "queries are not waited for": ("query", "mbarrier.wait(shared.ready.index(0), 0)", "pass"),
+    "scores are not waited for": ("query", "mbarrier.wait(own.s_ready.index(done % 2), done // 2 & 1)", "pass"),
+    "dp is not waited for": ("query", "mbarrier.wait(own.dp_ready.index(0), done & 1)", "pass"),
     "ds of a half is not waited for": ("query", *without_wait(1, "ds"), *held_up("dp", 1)),
-    "ds never comes": ("query", "mbarrier.arrive(shared.ds_ready.index(group))", "pass"),
-    "dq is not waited for": ("query", "mbarrier.wait(shared.finished.index(0), 0)", "pass"),
+    "ds never comes": ("query", "mbarrier.arrive(own.ds_ready.index(group))", "pass"),
+    "dq is not waited for": ("query", "mbarrier.wait(own.finished.index(0), 0)", "pass"),
     "products of ds free nothing": ("query", "mbarriers=[ring.free.index(stage)]", "mbarriers=[]"),
     "buffers are overwritten": ("query", "mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "scores have one buffer": (
-        "query", "shared.s.index(buffer)", "shared.s.index(0)", "half_of(shared.s, done % 2,", "half_of(shared.s, 0,",
+        "query", "own.s.index(buffer)", "own.s.index(0)", "half_of(own.s, done % 2,", "half_of(own.s, 0,",
         "done // 2 & 1)", "done // 2 & 1); pause()",
     ),
     "the phase of the ring stays": ("query", "phase = phase ^ 1", "pass"),
@@ -153,14 +153,14 @@ MISTAKES_OF_BACKWARD = {
         "tma.async_load(statistics.map", "pause(); tma.async_load(statistics.map",
     ),
     "weights of a half are not waited for": ("key", *without_wait(0, "w"), *held_up("s", 0)),
-    "weights never come": ("key", "mbarrier.arrive(shared.w_ready.index(group))", "pass"),
+    "weights never come": ("key", "mbarrier.arrive(own.w_ready.index(group))", "pass"),
     "cotangents are not waited for": ("key", "mbarrier.wait(other.ready.index(stage), phase)", "pass"),
     "ds of a half of queries is not waited for": ("key", *without_wait(0, "ds"), *held_up("dp", 0)),
     "products of weights free nothing": ("key", "mbarriers=[ring.free.index(stage)]", "mbarriers=[]"),
     "queries are overwritten": ("key", "mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "queries are free before ds was multiplied": (
-        "key", "mbarriers=[shared.s_ready.index(buffer)]",
-        "mbarriers=[shared.s_ready.index(buffer), ring.free.index(stage), ring.free.index(stage)]",
+        "key", "mbarriers=[own.s_ready.index(buffer)]",
+        "mbarriers=[own.s_ready.index(buffer), ring.free.index(stage), ring.free.index(stage)]",
     ),
 }  # fmt: skip
 
@@ -204,35 +204,35 @@ def test_the_simulator_notices_mistakes_with_blackwells_backward(
 
 
 # Whoever multiplies comes late, so that the ring is filled again before.
-WEIGHTS_ARE_READY = "mbarrier.arrive(shared.w_ready.index(half))"
+WEIGHTS_ARE_READY = "mbarrier.arrive(own.w_ready.index(half))"
 KEYS_ARE_READY = "mbarrier.wait(k.ready.index(stage), phase)"
 HELD_UP_BY_KEYS = (KEYS_ARE_READY, f"pause(); {KEYS_ARE_READY}")
-SECOND_WEIGHTS = "mbarrier.wait(shared.w_ready.index(half), phase_of_weights)"
+SECOND_WEIGHTS = "mbarrier.wait(own.w_ready.index(half), phase_of_weights)"
 MISTAKES_OF_FORWARD = {
-    "the sums are read before they are there": ("mbarrier.wait(shared.done.index(half), 0)", "pass"),
-    "scores are read before they are computed": ("mbarrier.wait(shared.s_ready.index(group), phase)", "pass"),
+    "the sums are read before they are there": ("mbarrier.wait(own.done.index(half), 0)", "pass"),
+    "scores are read before they are computed": ("mbarrier.wait(own.s_ready.index(group), phase)", "pass"),
     "scores are multiplied without keys": ("mbarrier.wait(k.ready.index(stage), phase)", "pass"),
     "weights are multiplied without values": ("mbarrier.wait(v.ready.index(before), phase_before)", "pass"),
     "weights are multiplied before they are there": (
         SECOND_WEIGHTS, f"half == 1 or {SECOND_WEIGHTS}", "w.store(", "group == 1 and pause(); w.store(",
     ),
-    "queries are not waited for": ("mbarrier.wait(shared.held.index(1), 0)", "pass"),
+    "queries are not waited for": ("mbarrier.wait(shared.ready.index(1), 0)", "pass"),
     "sums are scaled before it is known by what": (
-        "mbarrier.wait(shared.alpha_ready.index(half), phase)", "pass", "shared.alpha.index(group).store(alpha)",
-        "pause(); shared.alpha.index(group).store(alpha)",
+        "mbarrier.wait(own.alpha_ready.index(half), phase)", "pass", "own.alpha.index(group).store(alpha)",
+        "pause(); own.alpha.index(group).store(alpha)",
     ),
     "weights are multiplied before sums are scaled": (
         "            if t > 0:\n", f"            {WEIGHTS_ARE_READY}\n            pause()\n            if t > 0:\n"
     ),
     "the last maximum is not waited for": (
-        "mbarrier.wait(shared.ml_ready.index(half), 0)", "pass", "shared.m.index(group).store(m)",
-        "pause(); shared.m.index(group).store(m)",
+        "mbarrier.wait(own.ml_ready.index(half), 0)", "pass", "own.m.index(group).store(m)",
+        "pause(); own.m.index(group).store(m)",
     ),
-    "weights never come": ("mbarrier.arrive(shared.w_ready.index(group))", "pass"),
-    "it is never known by what sums are scaled": ("mbarrier.arrive(shared.alpha_ready.index(group))", "pass"),
-    "products of scores tell nobody": ("mbarriers=[shared.s_ready.index(half), k.free.index(stage)]", "mbarriers=[]"),
+    "weights never come": ("mbarrier.arrive(own.w_ready.index(group))", "pass"),
+    "it is never known by what sums are scaled": ("mbarrier.arrive(own.alpha_ready.index(group))", "pass"),
+    "products of scores tell nobody": ("mbarriers=[own.s_ready.index(half), k.free.index(stage)]", "mbarriers=[]"),
     "products of values tell nobody": ("mbarriers=[v.free.index(before)]", "mbarriers=[]"),
-    "the last products tell nobody": ("mbarriers=[shared.done.index(half)]", "mbarriers=[shared.done.index(0)][half:]"),
+    "the last products tell nobody": ("mbarriers=[own.done.index(half)]", "mbarriers=[own.done.index(0)][half:]"),
     "buffers are overwritten": ("mbarrier.wait(ring.free.index(stage), phase)", "pass", *HELD_UP_BY_KEYS),
     "the phase of the ring stays": ("phase = phase ^ 1", "pass", *HELD_UP_BY_KEYS),
 }  # fmt: skip

@@ -113,7 +113,7 @@ MISTAKES = {
     "values are read before they are there": ("mbarrier.wait(v.ready.index(before), phase_before)", "pass"),
     "buffers of keys are never free": ("mbarrier.arrive(k.free.index(stage))", "pass"),
     "buffers of values are never free": ("mbarrier.arrive(v.free.index(before))", "pass"),
-    "the turn is never passed on": ("mbarrier.arrive(shared.turn.index(1 - group))", "pass"),
+    "the turn is never passed on": ("mbarrier.arrive(turn.index(1 - group))", "pass"),
     "buffers are overwritten": ("mbarrier.wait(ring.free.index(stage), phase)", "pass"),
     "scores are read before they are computed": ("s = warpgroup_mma_wait(1, deps=[s])", "pass"),
     "a buffer is free before its product is over": (
@@ -132,14 +132,14 @@ def test_the_simulator_notices_mistakes_with_barriers(mistake: str | None) -> No
 
 
 MISTAKES_OF_DQ = {
-    "ds of the other partition is not waited for": ("mbarrier.wait(shared.dq.ds_ready.index(0), side)", "pass"),
+    "ds of the other partition is not waited for": ("mbarrier.wait(shared.own.ds_ready.index(0), side)", "pass"),
     "dq is added before it is there": ("mbarrier.wait(dq.ready.index(half), side)", "pass"),
-    "dq is overwritten": ("mbarrier.wait(shared.dq.free.index(group), side ^ 1)", "pass"),
+    "dq is overwritten": ("mbarrier.wait(shared.own.free.index(group), side ^ 1)", "pass"),
     "the buffer of dq is never free": ("mbarrier.arrive(dq.free.index(half))", "pass"),
     "the buffer of dq is free before it was read": ("tma.store_wait(0)", "pass"),
     "dq replaces what is there": ("tma.async_atomic_add(dq.map", "tma.async_store(dq.map"),
-    "the columns of keys are not waited for": ("mbarrier.wait(shared.dq.keys_ready.index(0), 0)", "pass"),
-    "the logsumexp is not waited for": ("mbarrier.wait(shared.q.ready.index(stage), phase)", "pass"),
+    "the columns of keys are not waited for": ("mbarrier.wait(shared.own.keys_ready.index(0), 0)", "pass"),
+    "the logsumexp is not waited for": ("mbarrier.wait(q_ring.ready.index(stage), phase)", "pass"),
 }
 
 

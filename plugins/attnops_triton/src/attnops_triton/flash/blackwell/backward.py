@@ -24,13 +24,11 @@ from attnops_triton.flash.hopper.shared import (
     each_tile,
     find_tiles,
     head_of_group,
-    hold,
     load,
     make_barriers,
-    output_map,
+    place_output,
     place_tile,
-    share_statistics,
-    stream,
+    share,
     tokens,
     values_of_head,
 )
@@ -46,33 +44,19 @@ from attnops_triton.flash.kernels.scores import (
 from attnops_triton.flash.kernels.tokens import load_statistic, place_by_key, place_by_query
 
 
-class Shared(NamedTuple):
-    """What the partitions share. "Scores" are the products s, whose left operand is q or k, and "gradients" dp, whose
-    left operand is d_out or v.
+class Memory(NamedTuple):
+    """Tensor memory, and barriers for it. The products s and dp are those of the held arrays and the rings.
 
     Attributes:
-        first: the first token that the program holds.
-        held: the held operands of the products s and dp.
-        held_ready: their barrier.
-        rings: the streamed operands of these products. The gradients of scores are multiplied by that of s, the weights
-            by that of dp.
-        maps: the tensor maps of the outputs; 0 without them.
-        statistics: the logsumexp to base 2 in one term, and delta; 0 in the kernel by queries.
-        s, dp: tensor memory of products, and of weights and gradients of scores.
-        sums: tensor memory of the outputs: first that to which the gradients of scores add, then that to which the
-            weights add.
+        s, dp: products, weights and gradients of scores.
+        sums: the outputs: to the first the gradients of scores add, times the operand of s; to the second the weights,
+            times that of dp.
         s_ready, dp_ready: the products are complete.
         w_ready, ds_ready: a half has written its weights, or its gradients of scores.
         finished: the sums are complete.
         written: the outputs are in the held buffers.
     """
 
-    first: Any
-    held: Any
-    held_ready: Any
-    rings: Any
-    maps: Any
-    statistics: Any
     s: Any
     dp: Any
     sums: Any
@@ -99,74 +83,40 @@ class Products(NamedTuple):
 def attnops_flash_backward_query(x, n, options: gl.constexpr):
     """Dq of a tile of queries."""
     program = place_by_query(n, options)
-    first = program.row * options.rows
-    q = hold(x.q, n, program, options.layouts.q.bit, options)
-    d_out = hold(x.d_out, n, program, options.layouts.d_out.bit, options)
-    k = stream(x.k, n, program, options.layouts.k.bit, options)
-    v = stream(x.v, n, program, options.layouts.v.bit, options)
-    dq = 0
-    if options.stores_by_map:
-        dq = output_map(x.dq, n, program, options)
-    held_ready = make_barriers(1, 1)
-    s = allocate(options.buffers, 2 * options.columns, options)
-    dp = allocate(1, 2 * options.columns, options)
-    sums = allocate(1, options.plan.D, options)
-    shared = Shared(
-        first, (q, d_out), held_ready, (k, v), (dq,), 0, s, dp, (sums,), make_barriers(options.buffers, 1),
-        make_barriers(1, 1), 0, make_barriers(2, 1), make_barriers(1, 1), make_barriers(1, 2),
-    )  # fmt: skip
+    shared = share(x, n, program, new_memory(options), options)
     gl.warp_specialize(
-        [
-            (compute_by_query, (0, x, n, program, shared, options)),
-            (compute_by_query, (1, x, n, program, shared, options)),
-            (multiply, (x, n, program, shared, options)),
-            (load_all, (x, n, program, shared, 0, options)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
+        [(compute_by_query, (0, x, n, program, shared, options)),
+         (compute_by_query, (1, x, n, program, shared, options)),
+         (multiply, (x, n, program, shared, options)), (load_moved, (x, n, program, shared, options))],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
 def attnops_flash_backward_key(x, n, options: gl.constexpr):
     """Dk and dv of a tile of keys."""
     program = place_by_key(n, options)
-    first = program.row * options.rows
-    k = hold(x.k, n, program, options.layouts.k.bit, options)
-    v = hold(x.v, n, program, options.layouts.v.bit, options)
-    q = stream(x.q, n, program, options.layouts.q.bit, options)
-    d_out = stream(x.d_out, n, program, options.layouts.d_out.bit, options)
-    dk = 0
-    dv = 0
-    if options.stores_by_map:
-        dk = output_map(x.dk, n, program, options)
-        dv = output_map(x.dv, n, program, options)
-    held_ready = make_barriers(1, 1)
+    shared = share(x, n, program, new_memory(options), options)
+    gl.warp_specialize(
+        [(compute_by_key, (0, x, n, program, shared, options)), (compute_by_key, (1, x, n, program, shared, options)),
+         (multiply, (x, n, program, shared, options)), (load_moved, (x, n, program, shared, options))],
+        [4, 1, 1], [240, 24, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def new_memory(options: gl.constexpr):
+    """The program's `Memory`."""
     s = allocate(options.buffers, 2 * options.columns, options)
     dp = allocate(1, 2 * options.columns, options)
-    dk_sums = allocate(1, options.plan.D, options)
-    dv_sums = allocate(1, options.plan.D, options)
-    s_ready = make_barriers(options.buffers, 1)
-    dp_ready = make_barriers(1, 1)
-    w_ready = make_barriers(2, 1)
-    ds_ready = make_barriers(2, 1)
-    finished = make_barriers(1, 1)
-    written = make_barriers(1, 2)
-    statistics = share_statistics(x, n, options)
-    shared = Shared(
-        first, (k, v), held_ready, (q, d_out), (dk, dv), statistics.tile, s, dp, (dk_sums, dv_sums), s_ready, dp_ready,
-        w_ready, ds_ready, finished, written,
+    first = allocate(1, options.plan.D, options)
+    sums = (first,)
+    if options.transposed:
+        sums = (first, allocate(1, options.plan.D, options))
+    return Memory(
+        s, dp, sums, make_barriers(options.buffers, 1), make_barriers(1, 1), make_barriers(2, 1), make_barriers(2, 1),
+        make_barriers(1, 1), make_barriers(1, 2),
     )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (compute_by_key, (0, x, n, program, shared, options)),
-            (compute_by_key, (1, x, n, program, shared, options)),
-            (multiply, (x, n, program, shared, options)),
-            (load_all, (x, n, program, shared, statistics, options)),
-        ],
-        [4, 1, 1],
-        [240, 24, 24],
-    )
 
 
 @gluon.jit
@@ -175,45 +125,33 @@ def moved_sizes(x, n, options: gl.constexpr, computes: gl.constexpr):
     T = n.T
     S = n.S
     batched = n.batched
-    inner = n.inner
-    rows = n.rows
-    map_batch = 0
+    # If tiles divide the lengths, the compiler knows that T and S are multiples of 16. Copies would lose that.
+    if computes and not options.is_even:
+        T = moved(T)
+        S = moved(S)
+    if computes and (not options.transposed or len(options.masks) > 0):
+        batched = moved(batched)
+    inner = 0 if n.inner is None else n.inner
+    starts = (0, 0, 0, 0)
+    rows = 0
+    maps = 0
     width = 0
-    full_start = 0
-    full_stop = 0
-    partial_start = 0
-    partial_stop = 0
-    if computes:
-        # If tiles divide the lengths, the compiler knows that T and S are multiples of 16. Copies would lose that.
-        if not options.is_even:
-            T = moved(T)
-            S = moved(S)
-        if not options.transposed or len(options.masks) > 0:
-            batched = moved(batched)
-        if options.mask is not None or options.score is not None:
-            inner = moved(inner)
     if x.ranges is None:
-        full_start = moved(n.full_start)
-        full_stop = moved(n.full_stop)
+        starts = (moved(n.full_start), moved(n.full_stop), 0, 0)
         if not options.is_even:
-            partial_start = moved(n.partial_start)
-            partial_stop = moved(n.partial_stop)
+            starts = (starts[0], starts[1], moved(n.partial_start), moved(n.partial_stop))
     else:
-        rows = moved(rows)
-        map_batch = moved(n.map_batch)
+        rows = moved(n.rows)
+        maps = moved(n.map_batch)
         if x.columns is not None:
             width = moved(n.width)
-    return Sizes(
-        T, S, batched, inner, rows, 0, 0, map_batch, width, full_start, full_stop, partial_start, partial_stop, 0, 0, 0,
-        0,
-    )  # fmt: skip
+    return Sizes(T, S, batched, inner, rows, 0, 0, maps, width, starts[0], starts[1], starts[2], starts[3], 0, 0, 0, 0)
 
 
 @gluon.jit
-def load_all(x, n, program, shared, statistics, options: gl.constexpr):
+def load_moved(x, n, program, shared, options: gl.constexpr):
     """The loader."""
-    n = moved_sizes(x, n, options, False)
-    load(x, n, program, shared.first, shared.held_ready, shared.held, shared.rings, statistics, options)
+    load(x, moved_sizes(x, n, options, False), program, shared, options)
 
 
 @gluon.jit
@@ -255,19 +193,20 @@ def query_step(
 ):  # fmt: skip
     """The gradients of scores of half a tile."""
     q, values, m, log2_sum, delta = given
+    own = shared.own
     kv0 = place_tile(x, program, tiles, t, options, masked)[0] + group * options.columns
     kv = tokens(kv0, n.S, False, options)
     values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
-    mbarrier.wait(shared.s_ready.index(done % 2), done // 2 & 1)
-    s = half_of(shared.s, done % 2, group, options)
+    mbarrier.wait(own.s_ready.index(done % 2), done // 2 & 1)
+    s = half_of(own.s, done % 2, group, options)
     scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
     p = weights(scores.s, m, log2_sum, options)
-    mbarrier.wait(shared.dp_ready.index(0), done & 1)
-    dp = half_of(shared.dp, 0, group, options)
+    mbarrier.wait(own.dp_ready.index(0), done & 1)
+    dp = half_of(own.dp, 0, group, options)
     ds = score_gradients(p, dp, delta, True, True, masked, options)
     ds = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)[0]
-    operand(shared.dp, group, options).store(ds.to(options.dtype))
-    mbarrier.arrive(shared.ds_ready.index(group))
+    operand(own.dp, group, options).store(ds.to(options.dtype))
+    mbarrier.arrive(own.ds_ready.index(group))
     return done + 1
 
 
@@ -287,6 +226,7 @@ def key_step(
 ):  # fmt: skip
     """The weights and the gradients of scores of half a tile."""
     done, stage, phase = state
+    own = shared.own
     columns: gl.constexpr = options.columns
     first, program = place_tile(x, program, tiles, t, options, masked)
     if options.flat:
@@ -295,22 +235,22 @@ def key_step(
         kv, values = given
     q = tokens(first + group * columns, n.T, False, options)
     values = load_values(x, n, program, q, values, "q", masked and not options.is_even, options)
-    statistics = shared.statistics.index(stage)
+    statistics = shared.statistics.tile.index(stage)
     mbarrier.wait(shared.rings[0].ready.index(stage), phase)
     lse = statistics.slice(0, 1, 0).slice(group * columns, columns, 1).load(options.scores_layout)
-    mbarrier.wait(shared.s_ready.index(0), done & 1)
-    s = half_of(shared.s, 0, group, options)
+    mbarrier.wait(own.s_ready.index(0), done & 1)
+    s = half_of(own.s, 0, group, options)
     scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
     p = gl.exp2(scores.s * options.unit - lse)
-    operand(shared.s, group, options).store(p.to(options.dtype))
-    mbarrier.arrive(shared.w_ready.index(group))
+    operand(own.s, group, options).store(p.to(options.dtype))
+    mbarrier.arrive(own.w_ready.index(group))
     delta = statistics.slice(1, 1, 0).slice(group * columns, columns, 1).load(options.scores_layout)
-    mbarrier.wait(shared.dp_ready.index(0), done & 1)
-    dp = half_of(shared.dp, 0, group, options) - delta
+    mbarrier.wait(own.dp_ready.index(0), done & 1)
+    dp = half_of(own.dp, 0, group, options) - delta
     ds = score_gradients(p, dp, None, True, True, masked, options)
     ds = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)[0]
-    operand(shared.dp, group, options).store(ds.to(options.dtype))
-    mbarrier.arrive(shared.ds_ready.index(group))
+    operand(own.dp, group, options).store(ds.to(options.dtype))
+    mbarrier.arrive(own.ds_ready.index(group))
     stage, phase = advance(stage, phase, options)
     return done + 1, stage, phase
 
@@ -321,10 +261,9 @@ def store_sums(outputs, group: gl.constexpr, n, program, shared, done, options: 
     D: gl.constexpr = options.plan.D
     half: gl.constexpr = options.half
     chunk: gl.constexpr = options.chunk
-    stride: gl.constexpr = (options.output_heads if options.transposed else options.plan.H) * D
-    length = n.S if options.transposed else n.T
-    head = program.k if options.transposed and not options.splits_groups else program.h
-    mbarrier.wait(shared.finished.index(0), 0)
+    length, head, stride = place_output(n, program, options)
+    own = shared.own
+    mbarrier.wait(own.finished.index(0), 0)
     for i in gl.static_range(len(outputs)):
         if not options.stores_by_map:
             token = shared.first + gl.arange(0, options.rows, layout=options.sums_row_layout)
@@ -332,7 +271,7 @@ def store_sums(outputs, group: gl.constexpr, n, program, shared, done, options: 
             column = group * half + gl.arange(0, chunk, layout=gl.SliceLayout(0, options.sums_layout))
             at = at + (token.to(gl.int64) * stride)[:, None] + column[None, :]
         for start in gl.static_range(0, half, chunk):
-            sums = shared.sums[i].index(0).slice(group * half + start, chunk).load(options.sums_layout)
+            sums = own.sums[i].index(0).slice(group * half + start, chunk).load(options.sums_layout)
             if i == 0:
                 sums = sums * options.scale
             # Without active tiles the sums were never written.
@@ -345,9 +284,9 @@ def store_sums(outputs, group: gl.constexpr, n, program, shared, done, options: 
                 gl.store(at + start, sums.to(options.output_dtype), mask=(token < length)[:, None])
     if options.stores_by_map:
         fence_async_shared()
-        mbarrier.arrive(shared.written.index(0))
+        mbarrier.arrive(own.written.index(0))
         if group == 0:
-            mbarrier.wait(shared.written.index(0), 0)
+            mbarrier.wait(own.written.index(0), 0)
             for i in gl.static_range(len(outputs)):
                 tma.async_store(shared.maps[i], [shared.first, head * D], shared.held[i].tile.index(0))
         tma.store_wait(0)
@@ -362,7 +301,7 @@ def multiply(x, n, program, shared, options: gl.constexpr):
     """
     n = moved_sizes(x, n, options, False)
     state = Products(0, 0, 0, 0)
-    mbarrier.wait(shared.held_ready.index(0), 0)
+    mbarrier.wait(shared.ready.index(0), 0)
     if options.loops_over_heads:
         for g in range(0, options.plan.G):
             state = multiply_row(state, x, n, head_of_group(program, g, options), shared, options)
@@ -370,7 +309,7 @@ def multiply(x, n, program, shared, options: gl.constexpr):
         state = multiply_row(state, x, n, program, shared, options)
     if state.done > 0:
         multiply_gradients(shared, state, options)
-    tcgen05_commit(shared.finished.index(0))
+    tcgen05_commit(shared.own.finished.index(0))
 
 
 @gluon.jit
@@ -388,11 +327,12 @@ def multiply_tile(state, shared, options: gl.constexpr):
     """The products of a tile."""
     stage, phase, before, done = state
     buffer = done % options.buffers
+    own = shared.own
     ring = shared.rings[0]
     mbarrier.wait(ring.ready.index(stage), phase)
     tcgen05_mma(
-        shared.held[0].tile.index(0), ring.tile.index(stage).permute([1, 0]), shared.s.index(buffer), use_acc=False,
-        mbarriers=[shared.s_ready.index(buffer)],
+        shared.held[0].tile.index(0), ring.tile.index(stage).permute([1, 0]), own.s.index(buffer), use_acc=False,
+        mbarriers=[own.s_ready.index(buffer)],
     )  # fmt: skip
     if done > 0:
         multiply_gradients(shared, state, options)
@@ -400,14 +340,14 @@ def multiply_tile(state, shared, options: gl.constexpr):
     mbarrier.wait(other.ready.index(stage), phase)
     if options.transposed:
         tcgen05_mma(
-            shared.held[1].tile.index(0), other.tile.index(stage).permute([1, 0]), shared.dp.index(0), use_acc=False,
-            mbarriers=[shared.dp_ready.index(0)],
+            shared.held[1].tile.index(0), other.tile.index(stage).permute([1, 0]), own.dp.index(0), use_acc=False,
+            mbarriers=[own.dp_ready.index(0)],
         )  # fmt: skip
-        multiply_halves(shared.s, other, stage, shared.sums[1], shared.w_ready, done, options)
+        multiply_halves(own.s, other, stage, own.sums[1], own.w_ready, done, options)
     else:
         tcgen05_mma(
-            shared.held[1].tile.index(0), other.tile.index(stage).permute([1, 0]), shared.dp.index(0), use_acc=False,
-            mbarriers=[shared.dp_ready.index(0), other.free.index(stage), other.free.index(stage)],
+            shared.held[1].tile.index(0), other.tile.index(stage).permute([1, 0]), own.dp.index(0), use_acc=False,
+            mbarriers=[own.dp_ready.index(0), other.free.index(stage), other.free.index(stage)],
         )  # fmt: skip
     before = stage
     stage, phase = advance(stage, phase, options)
@@ -417,7 +357,8 @@ def multiply_tile(state, shared, options: gl.constexpr):
 @gluon.jit
 def multiply_gradients(shared, state, options: gl.constexpr):
     """The products of the gradients of scores of the tile before."""
-    multiply_halves(shared.dp, shared.rings[0], state.before, shared.sums[0], shared.ds_ready, state.done - 1, options)
+    own = shared.own
+    multiply_halves(own.dp, shared.rings[0], state.before, own.sums[0], own.ds_ready, state.done - 1, options)
 
 
 @gluon.jit

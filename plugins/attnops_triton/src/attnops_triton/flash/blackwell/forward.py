@@ -26,13 +26,11 @@ from attnops_triton.flash.hopper.shared import (
     advance,
     each_tile,
     find_tiles,
-    hold,
     load_held,
     load_tile,
     make_barriers,
-    output_map,
     place_tile,
-    stream,
+    share,
     tokens,
 )
 from attnops_triton.flash.kernels.scores import (
@@ -46,14 +44,10 @@ from attnops_triton.flash.kernels.scores import (
 from attnops_triton.flash.kernels.tokens import Tokens, place_by_query, store_token
 
 
-class Shared(NamedTuple):
-    """What the partitions share. Arrays have a copy for each tile of queries, and barriers one for each.
+class Memory(NamedTuple):
+    """Memory with a copy for each tile of queries, and barriers with one for each.
 
     Attributes:
-        first: the program's first query.
-        q, held: the queries, and their barriers.
-        k, v: keys and values.
-        out: the tensor map of the output.
         s, acc: tensor memory of scores, and of weights, and of sums.
         alpha, m, l: the factors of sums, and the statistics, [2, rows].
         alpha_ready, ml_ready, s_ready: they have been written.
@@ -61,12 +55,6 @@ class Shared(NamedTuple):
         done: the sums are complete.
     """
 
-    first: Any
-    q: Any
-    held: Any
-    k: Any
-    v: Any
-    out: Any
     s: Any
     acc: Any
     alpha: Any
@@ -83,69 +71,60 @@ class Shared(NamedTuple):
 def attnops_flash_forward(x, n, options: gl.constexpr):
     """Attention of two tiles of queries."""
     program = place_by_query(n, options)
-    first = program.row * (options.copies * options.rows)
     tiles = find_tiles(x, n, program, options)
     if x.ranges is None:
         tiles = Tiles(
             tiles.row, moved(tiles.full_start), moved(tiles.partial_start), moved(tiles.partials), moved(tiles.count)
         )
-    q = hold(x.q, n, program, options.layouts.q.bit, options)
-    k = stream(x.k, n, program, options.layouts.k.bit, options)
-    v = stream(x.v, n, program, options.layouts.v.bit, options)
-    out = output_map(x.out, n, program, options)
-    held = make_barriers(2, 1)
     s = allocate(2, options.columns, options)
     acc = allocate(2, options.plan.D, options)
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     alpha = gl.allocate_shared_memory(gl.float32, [2, options.rows], layout)
     m = gl.allocate_shared_memory(gl.float32, [2, options.rows], layout)
     l = gl.allocate_shared_memory(gl.float32, [2, options.rows], layout)
-    shared = Shared(
-        first, q, held, k, v, out, s, acc, alpha, m, l, make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 1),
-        make_barriers(2, 2), make_barriers(2, 1),
+    own = Memory(
+        s, acc, alpha, m, l, make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 2),
+        make_barriers(2, 1),
     )  # fmt: skip
+    shared = share(x, n, program, own, options)
     gl.warp_specialize(
-        [
-            (correct, (x, n, program, tiles, shared, options)),
-            (compute, (0, x, n, program, tiles, shared, options)),
-            (compute, (1, x, n, program, tiles, shared, options)),
-            (multiply, (tiles, shared, options)),
-            (load, (x, n, program, tiles, shared, options)),
-        ],
-        [4, 4, 1, 1],
-        [200, 200, 24, 24],
-    )
+        [(correct, (x, n, program, tiles, shared, options)), (compute, (0, x, n, program, tiles, shared, options)),
+         (compute, (1, x, n, program, tiles, shared, options)), (multiply, (tiles, shared, options)),
+         (load_row, (x, n, program, tiles, shared, options))],
+        [4, 4, 1, 1], [200, 200, 24, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
-def load(x, n, program, tiles, shared, options: gl.constexpr):
+def load_row(x, n, program, tiles, shared, options: gl.constexpr):
     """The loader."""
-    load_held(program, shared.first, shared.held, (shared.q,), options)
+    load_held(program, shared, options)
     state = (0, 1)
-    each_tile(load_tile, state, 0, x, n, program, tiles, (shared.k, shared.v), 0, options)
+    each_tile(load_tile, state, 0, x, n, program, tiles, shared, 0, options)
 
 
 @gluon.jit
 def issue_scores(shared, stage, half: gl.constexpr):
     """Issue the products for scores."""
-    k = shared.k
+    k = shared.rings[0]
+    own = shared.own
     tcgen05_mma(
-        shared.q.tile.index(half), k.tile.index(stage).permute([1, 0]), shared.s.index(half), use_acc=False,
-        mbarriers=[shared.s_ready.index(half), k.free.index(stage)],
+        shared.held[0].tile.index(half), k.tile.index(stage).permute([1, 0]), own.s.index(half), use_acc=False,
+        mbarriers=[own.s_ready.index(half), k.free.index(stage)],
     )  # fmt: skip
 
 
 @gluon.jit
 def multiply(tiles, shared, options: gl.constexpr):
     """All products. The scores of a tile follow the previous tile's weights times values."""
-    k = shared.k
-    v = shared.v
+    k, v = shared.rings
+    own = shared.own
     bk: gl.constexpr = options.columns
     stage = 0
     phase = 0
     phase_of_weights = 0
-    mbarrier.wait(shared.held.index(0), 0)
-    mbarrier.wait(shared.held.index(1), 0)
+    mbarrier.wait(shared.ready.index(0), 0)
+    mbarrier.wait(shared.ready.index(1), 0)
     if tiles.count > 0:
         mbarrier.wait(k.ready.index(stage), phase)
         issue_scores(shared, stage, 0)
@@ -157,24 +136,24 @@ def multiply(tiles, shared, options: gl.constexpr):
             mbarrier.wait(k.ready.index(stage), phase)
             mbarrier.wait(v.ready.index(before), phase_before)
             for half in gl.static_range(2):
-                w = operands(shared.s.index(half), bk, options).slice(0, bk)
-                mbarrier.wait(shared.w_ready.index(half), phase_of_weights)
+                w = operands(own.s.index(half), bk, options).slice(0, bk)
+                mbarrier.wait(own.w_ready.index(half), phase_of_weights)
                 tcgen05_mma(
-                    w, v.tile.index(before), shared.acc.index(half), use_acc=t > 1, mbarriers=[v.free.index(before)]
+                    w, v.tile.index(before), own.acc.index(half), use_acc=t > 1, mbarriers=[v.free.index(before)]
                 )
                 issue_scores(shared, stage, half)
             phase_of_weights = phase_of_weights ^ 1
         mbarrier.wait(v.ready.index(stage), phase)
         for half in gl.static_range(2):
-            w = operands(shared.s.index(half), bk, options).slice(0, bk)
-            mbarrier.wait(shared.w_ready.index(half), phase_of_weights)
+            w = operands(own.s.index(half), bk, options).slice(0, bk)
+            mbarrier.wait(own.w_ready.index(half), phase_of_weights)
             tcgen05_mma(
-                w, v.tile.index(stage), shared.acc.index(half), use_acc=tiles.count > 1,
-                mbarriers=[shared.done.index(half)],
+                w, v.tile.index(stage), own.acc.index(half), use_acc=tiles.count > 1,
+                mbarriers=[own.done.index(half)],
             )  # fmt: skip
     else:
-        mbarrier.arrive(shared.done.index(0))
-        mbarrier.arrive(shared.done.index(1))
+        mbarrier.arrive(own.done.index(0))
+        mbarrier.arrive(own.done.index(1))
 
 
 @gluon.jit
@@ -183,13 +162,14 @@ def compute(group: gl.constexpr, x, n, program, tiles, shared, options: gl.const
     q = tokens(shared.first + group * options.rows, n.T, True, options)
     values = load_values(x, n, program, q, no_values(options), "", False, options)
     values = load_values(x, n, program, q, values, "q", not options.is_even, options)
+    own = shared.own
     m = gl.full([options.rows], float("-inf"), gl.float32, options.row_layout)
     l = gl.full([options.rows], 0.0, gl.float32, options.row_layout)
     state = (m, l, 0)
     m, l, _ = each_tile(step, state, group, x, n, program, tiles, shared, (q, values), options)
-    shared.m.index(group).store(m)
-    shared.l.index(group).store(l)
-    mbarrier.arrive(shared.ml_ready.index(group))
+    own.m.index(group).store(m)
+    own.l.index(group).store(l)
+    mbarrier.arrive(own.ml_ready.index(group))
 
 
 @gluon.jit
@@ -201,9 +181,10 @@ def step(
     """
     m, l, phase = state
     q, values = given
+    own = shared.own
     kv = tokens(place_tile(x, program, tiles, t, options, masked)[0], n.S, False, options)
-    mbarrier.wait(shared.s_ready.index(group), phase)
-    s = shared.s.index(group).load(options.scores_layout)
+    mbarrier.wait(own.s_ready.index(group), phase)
+    s = own.s.index(group).load(options.scores_layout)
     values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
     s = apply_cap_and_bias(x, n, program, q, kv, s, values, options)[0]
     if masked:
@@ -216,13 +197,13 @@ def step(
         # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
         below = gl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = gl.exp2((m - below) * options.unit)
-    shared.alpha.index(group).store(alpha)
-    mbarrier.arrive(shared.alpha_ready.index(group))
+    own.alpha.index(group).store(alpha)
+    mbarrier.arrive(own.alpha_ready.index(group))
     p = weights(s, below, None, options)
     l = l * alpha + gl.reduce(p, 1, total)
-    w = operands(shared.s.index(group), options.columns, options).slice(0, options.columns)
+    w = operands(own.s.index(group), options.columns, options).slice(0, options.columns)
     w.store(p.to(options.dtype))
-    mbarrier.arrive(shared.w_ready.index(group))
+    mbarrier.arrive(own.w_ready.index(group))
     return m_new, l, phase ^ 1
 
 
@@ -231,35 +212,36 @@ def correct(x, n, program, tiles, shared, options: gl.constexpr):
     """Rescale both tiles' sums, for each tile of keys but the first, and store the outputs."""
     D: gl.constexpr = options.plan.D
     chunk: gl.constexpr = options.chunk
+    own = shared.own
     phase = 0
     for t in range(0, tiles.count):
         for half in gl.static_range(2):
-            mbarrier.wait(shared.alpha_ready.index(half), phase)
+            mbarrier.wait(own.alpha_ready.index(half), phase)
             if t > 0:
-                alpha = shared.alpha.index(half).load(options.sums_row_layout)
+                alpha = own.alpha.index(half).load(options.sums_row_layout)
                 for start in gl.static_range(0, D, chunk):
-                    acc = shared.acc.index(half).slice(start, chunk)
+                    acc = own.acc.index(half).slice(start, chunk)
                     acc.store(acc.load(options.sums_layout) * alpha[:, None])
-            mbarrier.arrive(shared.w_ready.index(half))
+            mbarrier.arrive(own.w_ready.index(half))
         phase = phase ^ 1
     for half in gl.static_range(2):
-        mbarrier.wait(shared.ml_ready.index(half), 0)
-        m = shared.m.index(half).load(options.sums_row_layout)
-        l = shared.l.index(half).load(options.sums_row_layout)
+        mbarrier.wait(own.ml_ready.index(half), 0)
+        m = own.m.index(half).load(options.sums_row_layout)
+        l = own.l.index(half).load(options.sums_row_layout)
         m, l, factor, seen = denominator(x, n, program, m, l, options)
         first = shared.first + half * options.rows
         index = first + gl.arange(0, options.rows, layout=options.sums_row_layout)
         q = Tokens(first, index, index, n.T)
         store_token(x.m_out, n, program, q, gl.where(seen, m, float("-inf")), options)
         store_token(x.log2_sum_out, n, program, q, gl.log2(l), options)
-        mbarrier.wait(shared.done.index(half), 0)
+        mbarrier.wait(own.done.index(half), 0)
         for start in gl.static_range(0, D, chunk):
-            acc = shared.acc.index(half).slice(start, chunk)
+            acc = own.acc.index(half).slice(start, chunk)
             # Without active tiles the sums were never written.
             sums = gl.where(tiles.count > 0, acc.load(options.sums_layout) * factor[:, None], 0.0)
-            shared.q.tile.index(half).slice(start, chunk, 1).store(sums.to(options.dtype))
+            shared.held[0].tile.index(half).slice(start, chunk, 1).store(sums.to(options.dtype))
             # Otherwise the assembler loads all columns first, and spills.
             gl.barrier()
         fence_async_shared()
-        tma.async_store(shared.out, [first, program.h * D], shared.q.tile.index(half))
+        tma.async_store(shared.maps[0], [first, program.h * D], shared.held[0].tile.index(half))
     tma.store_wait(0)

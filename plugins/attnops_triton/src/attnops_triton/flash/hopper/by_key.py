@@ -26,45 +26,18 @@ from attnops_triton.flash.hopper.shared import (
     Held,
     advance,
     each_head,
-    hold,
     load,
     make_barriers,
     make_map,
     nothing,
-    output_map,
     place_tile,
-    share_statistics,
-    stream,
+    share,
     tokens,
     values_of_head,
 )
 from attnops_triton.flash.hopper.steps import new_product, no_sums, operand, store_sums
 from attnops_triton.flash.kernels.scores import cap_and_bias_vjp, load_values, recompute_scores, score_gradients
 from attnops_triton.flash.kernels.tokens import place_by_key
-
-
-class Shared(NamedTuple):
-    """What the partitions share.
-
-    Attributes:
-        first: the program's first key.
-        k, v, held: keys and values, and the barriers of each half.
-        q, d_out: queries and cotangents.
-        dk, dv: the tensor maps of dk and dv; 0 without them.
-        statistics: the logsumexp to base 2 in one term, and delta, [stages, 2, queries].
-        dq: `FusedDq`, or 0.
-    """
-
-    first: Any
-    k: Any
-    v: Any
-    held: Any
-    q: Any
-    d_out: Any
-    dk: Any
-    dv: Any
-    statistics: Any
-    dq: Any
 
 
 class FusedDq(NamedTuple):
@@ -75,7 +48,7 @@ class FusedDq(NamedTuple):
         map, tile, ready, free: the tensor map of dq, a buffer of each partition, and their barriers.
         keys, keys_ready: half the columns of half the keys each, a `Held` array [4, rows, D / 2], and their barrier; 0
             if the buffer of keys can be sliced.
-        dk_done, dv_done: barriers of the buffers of dk and dv.
+        done: barriers of the buffers of dk and of dv.
     """
 
     ds: Any
@@ -86,8 +59,7 @@ class FusedDq(NamedTuple):
     free: Any
     keys: Any
     keys_ready: Any
-    dk_done: Any
-    dv_done: Any
+    done: Any
 
 
 class State(NamedTuple):
@@ -121,67 +93,43 @@ def attnops_flash_backward(x, n, options: gl.constexpr):
 def by_key(x, n, options: gl.constexpr):
     """Either kernel."""
     program = place_by_key(n, options)
-    first = program.row * (options.copies * options.rows)
-    k = hold(x.k, n, program, options.layouts.k.bit, options)
-    v = hold(x.v, n, program, options.layouts.v.bit, options)
-    q = stream(x.q, n, program, options.layouts.q.bit, options)
-    d_out = stream(x.d_out, n, program, options.layouts.d_out.bit, options)
-    dk = 0
-    dv = 0
-    if options.stores_by_map:
-        dk = output_map(x.dk, n, program, options)
-        dv = output_map(x.dv, n, program, options)
-    held = make_barriers(2, 1)
-    statistics = share_statistics(x, n, options)
     if options.fuses_dq:
-        dq = share_dq(x, n, program, options)
-        shared = Shared(first, k, v, held, q, d_out, dk, dv, statistics.tile, dq)
+        shared = share(x, n, program, share_dq(x, n, program, options), options)
         gl.warp_specialize(
-            [
-                (compute, (0, x, n, program, shared, options)),
-                (compute, (1, x, n, program, shared, options)),
-                (load_all, (x, n, program, shared, statistics, options)),
-                (add, (x, n, program, shared, options)),
-            ],
-            [4, 1, 1],
-            [240, 24, 24],
-        )
+            [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
+             (load_all, (x, n, program, shared, options)), (add, (x, n, program, shared, options))],
+            [4, 1, 1], [240, 24, 24],
+        )  # fmt: skip
     else:
-        shared = Shared(first, k, v, held, q, d_out, dk, dv, statistics.tile, 0)
+        shared = share(x, n, program, 0, options)
         gl.warp_specialize(
-            [
-                (compute, (0, x, n, program, shared, options)),
-                (compute, (1, x, n, program, shared, options)),
-                (load_all, (x, n, program, shared, statistics, options)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
+            [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
+             (load, (x, n, program, shared, options))],
+            [4, 1], [240, 24],
+        )  # fmt: skip
 
 
 @gluon.jit
 def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     """Dk and dv of half the keys."""
     kv = tokens(shared.first + group * options.rows, n.S, True, options)
-    mbarrier.wait(shared.held.index(group), 0)
+    mbarrier.wait(shared.ready.index(group), 0)
     if options.fuses_dq:
         if options.slices_keys:
-            mbarrier.wait(shared.held.index(1 - group), 0)
+            mbarrier.wait(shared.ready.index(1 - group), 0)
         else:
-            mbarrier.wait(shared.dq.keys_ready.index(0), 0)
+            mbarrier.wait(shared.own.keys_ready.index(0), 0)
     state = State(no_sums(options), no_sums(options), 0, 0)
     state = each_head(step, values_of_head, state, group, x, n, program, shared, kv, options)
     dk = state.dk * options.scale
-    dk_done = 0
-    dv_done = 0
+    done = (0, 0)
     if options.fuses_dq:
         # dk is stored through the keys' buffer: wait for the other partition's last product for dq, which reads it.
-        mbarrier.arrive(shared.dq.ds_ready.index(0))
-        mbarrier.wait(shared.dq.ds_ready.index(0), state.stage & 1)
-        dk_done = shared.dq.dk_done
-        dv_done = shared.dq.dv_done
-    store_sums(x.dk, shared.dk, shared.k.tile, dk_done, dk, group, n, program, shared.first, options)
-    store_sums(x.dv, shared.dv, shared.v.tile, dv_done, state.dv, group, n, program, shared.first, options)
+        mbarrier.arrive(shared.own.ds_ready.index(0))
+        mbarrier.wait(shared.own.ds_ready.index(0), state.stage & 1)
+        done = shared.own.done
+    store_sums(x.dk, 0, dk, done[0], group, n, program, shared, options)
+    store_sums(x.dv, 1, state.dv, done[1], group, n, program, shared, options)
     if options.stores_by_map and not options.fuses_dq:
         tma.store_wait(0)
 
@@ -205,16 +153,18 @@ def step(
         # The three variables follow from one counter, to save registers.
         stage = done % options.tiles.stages
         phase = done // options.tiles.stages & 1
-    queries = shared.q.tile.index(stage)
-    cotangents = shared.d_out.tile.index(stage)
-    statistics = shared.statistics.index(stage)
-    mbarrier.wait(shared.q.ready.index(stage), phase)
-    s = new_product(shared.k.tile.index(group), queries.permute([1, 0]), options)
-    mbarrier.wait(shared.d_out.ready.index(stage), phase)
+    k, v = shared.held
+    q_ring, d_out_ring = shared.rings
+    queries = q_ring.tile.index(stage)
+    cotangents = d_out_ring.tile.index(stage)
+    statistics = shared.statistics.tile.index(stage)
+    mbarrier.wait(q_ring.ready.index(stage), phase)
+    s = new_product(k.tile.index(group), queries.permute([1, 0]), options)
+    mbarrier.wait(d_out_ring.ready.index(stage), phase)
     # To save registers, the logsumexp has one term and the sums of the product start from −delta.
     zeros = gl.full(options.shape, 0.0, gl.float32, options.scores_layout)
     dp = zeros - statistics.slice(1, 1, 0).load(options.scores_layout)
-    dp = warpgroup_mma(shared.v.tile.index(group), cotangents.permute([1, 0]), dp, is_async=True)
+    dp = warpgroup_mma(v.tile.index(group), cotangents.permute([1, 0]), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     lse = statistics.slice(0, 1, 0).load(options.scores_layout)
     scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
@@ -223,7 +173,7 @@ def step(
     dv = warpgroup_mma(w, cotangents, state.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
     dv, w = warpgroup_mma_wait(0, deps=[dv, w])
-    mbarrier.arrive(shared.d_out.free.index(stage))
+    mbarrier.arrive(d_out_ring.free.index(stage))
     ds = score_gradients(p, dp, None, True, True, masked, options)
     ds = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)[0]
     ws = operand(ds, options)
@@ -232,14 +182,14 @@ def step(
         dq = multiply_dq(shared, ws, side, group, options)
         dk = warpgroup_mma(ws, queries, state.dk, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq])
-        mbarrier.wait(shared.dq.free.index(group), side ^ 1)
-        shared.dq.tile.index(group).store(dq)
+        mbarrier.wait(shared.own.free.index(group), side ^ 1)
+        shared.own.tile.index(group).store(dq)
         fence_async_shared()
-        mbarrier.arrive(shared.dq.ready.index(group))
+        mbarrier.arrive(shared.own.ready.index(group))
     else:
         dk = warpgroup_mma(ws, queries, state.dk, is_async=True)
     dk, ws = warpgroup_mma_wait(0, deps=[dk, ws])
-    mbarrier.arrive(shared.q.free.index(stage))
+    mbarrier.arrive(q_ring.free.index(stage))
     if options.fuses_dq:
         stage = done + 1
         phase = state.phase
@@ -266,24 +216,24 @@ def share_dq(x, n, program, options: gl.constexpr):
         keys_ready = make_barriers(1, 1)
     return FusedDq(
         ds, ds_ready, dq_map, dq_tile, make_barriers(2, 1), make_barriers(2, 1), keys, keys_ready,
-        make_barriers(2, 1), make_barriers(2, 1),
+        (make_barriers(2, 1), make_barriers(2, 1)),
     )  # fmt: skip
 
 
 @gluon.jit
-def load_all(x, n, program, shared, statistics, options: gl.constexpr):
-    """The loader."""
-    if options.fuses_dq and not options.slices_keys:
+def load_all(x, n, program, shared, options: gl.constexpr):
+    """The loader with a fused dq."""
+    if not options.slices_keys:
         load_columns(program, shared, options)
-    load(x, n, program, shared.first, shared.held, (shared.k, shared.v), (shared.q, shared.d_out), statistics, options)
+    load(x, n, program, shared, options)
 
 
 @gluon.jit
 def load_columns(program, shared, options: gl.constexpr):
     """Copy each half of the keys' columns to separate buffers."""
     half: gl.constexpr = options.half
-    keys = shared.dq.keys
-    ready = shared.dq.keys_ready.index(0)
+    keys = shared.own.keys
+    ready = shared.own.keys_ready.index(0)
     mbarrier.expect(ready, 4 * options.rows * half * options.itemsize)
     for part in gl.static_range(4):
         at = program.k * options.plan.D + part % 2 * half
@@ -299,16 +249,16 @@ def multiply_dq(shared, ws, side, group: gl.constexpr, options: gl.constexpr):
     """
     half: gl.constexpr = options.half
     dq = gl.full([options.rows, half], 0.0, gl.float32, options.dq_layout)
-    shared.dq.ds.index(side * 2 + group).store(ws)
+    shared.own.ds.index(side * 2 + group).store(ws)
     fence_async_shared()
-    mbarrier.arrive(shared.dq.ds_ready.index(0))
-    mbarrier.wait(shared.dq.ds_ready.index(0), side)
+    mbarrier.arrive(shared.own.ds_ready.index(0))
+    mbarrier.wait(shared.own.ds_ready.index(0), side)
     for i in gl.static_range(2):
         if options.slices_keys:
-            keys = shared.k.tile.index(i).slice(group * half, half, 1)
+            keys = shared.held[0].tile.index(i).slice(group * half, half, 1)
         else:
-            keys = shared.dq.keys.tile.index(2 * i + group)
-        ds = shared.dq.ds.index(side * 2 + i).permute([1, 0])
+            keys = shared.own.keys.tile.index(2 * i + group)
+        ds = shared.own.ds.index(side * 2 + i).permute([1, 0])
         dq = warpgroup_mma(ds, keys, dq, use_acc=i > 0, is_async=True)
     return dq
 
@@ -319,12 +269,10 @@ def add(x, n, program, shared, options: gl.constexpr):
     side = 0
     each_head(add_tile, nothing, side, 0, x, n, program, shared, 0, options)
     at = program.k * options.plan.D
-    for half in gl.static_range(2):
-        mbarrier.wait(shared.dq.dk_done.index(half), 0)
-        tma.async_store(shared.dk, [shared.first + half * options.rows, at], shared.k.tile.index(half))
-    for half in gl.static_range(2):
-        mbarrier.wait(shared.dq.dv_done.index(half), 0)
-        tma.async_store(shared.dv, [shared.first + half * options.rows, at], shared.v.tile.index(half))
+    for i in gl.static_range(2):
+        for half in gl.static_range(2):
+            mbarrier.wait(shared.own.done[i].index(half), 0)
+            tma.async_store(shared.maps[i], [shared.first + half * options.rows, at], shared.held[i].tile.index(half))
     tma.store_wait(0)
 
 
@@ -334,7 +282,7 @@ def add_tile(
 ):  # fmt: skip
     """Add a tile's dq."""
     first, program = place_tile(x, program, tiles, t, options, masked)
-    dq = shared.dq
+    dq = shared.own
     for half in gl.static_range(2):
         mbarrier.wait(dq.ready.index(half), side)
         at = program.h * options.plan.D + half * options.half

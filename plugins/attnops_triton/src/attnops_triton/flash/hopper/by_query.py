@@ -6,8 +6,6 @@ weights run.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -16,12 +14,9 @@ from attnops_triton.flash.hopper.shared import (
     advance,
     each_tile,
     find_tiles,
-    hold,
     load,
-    make_barriers,
-    output_map,
     place_tile,
-    stream,
+    share,
     tokens,
 )
 from attnops_triton.flash.hopper.steps import new_product, no_sums, operand, store_sums
@@ -36,47 +31,16 @@ from attnops_triton.flash.kernels.scores import (
 from attnops_triton.flash.kernels.tokens import load_statistic, place_by_query
 
 
-class Shared(NamedTuple):
-    """What the partitions share.
-
-    Attributes:
-        first: the program's first query.
-        q, d_out, held: queries and cotangents, and the barriers of each half.
-        k, v: keys and values.
-        dq: the tensor map of dq; 0 without one.
-    """
-
-    first: Any
-    q: Any
-    d_out: Any
-    held: Any
-    k: Any
-    v: Any
-    dq: Any
-
-
 @gluon.jit
 def attnops_flash_backward_query(x, n, options: gl.constexpr):
     """Dq of a tile of queries."""
     program = place_by_query(n, options)
-    first = program.row * (options.copies * options.rows)
-    q = hold(x.q, n, program, options.layouts.q.bit, options)
-    d_out = hold(x.d_out, n, program, options.layouts.d_out.bit, options)
-    k = stream(x.k, n, program, options.layouts.k.bit, options)
-    v = stream(x.v, n, program, options.layouts.v.bit, options)
-    dq = 0
-    if options.stores_by_map:
-        dq = output_map(x.dq, n, program, options)
-    shared = Shared(first, q, d_out, make_barriers(2, 1), k, v, dq)
+    shared = share(x, n, program, 0, options)
     gl.warp_specialize(
-        [
-            (compute, (0, x, n, program, shared, options)),
-            (compute, (1, x, n, program, shared, options)),
-            (load, (x, n, program, first, shared.held, (q, d_out), (k, v), 0, options)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+        [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
+         (load, (x, n, program, shared, options))],
+        [4, 1], [240, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -90,12 +54,12 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
     delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
     tiles = find_tiles(x, n, program, options)
-    mbarrier.wait(shared.held.index(group), 0)
+    mbarrier.wait(shared.ready.index(group), 0)
     state = (no_sums(options), 0, 0)
     given = (q, values, m, log2_sum, delta)
     state = each_tile(step, state, group, x, n, program, tiles, shared, given, options)
     dq = state[0] * options.scale
-    store_sums(x.dq, shared.dq, shared.q.tile, 0, dq, group, n, program, shared.first, options)
+    store_sums(x.dq, 0, dq, 0, group, n, program, shared, options)
     if options.stores_by_map:
         tma.store_wait(0)
 
@@ -107,14 +71,14 @@ def step(
     """Add a tile's part of dq."""
     dq, stage, phase = state
     q, values, m, log2_sum, delta = given
-    k = shared.k
-    v = shared.v
+    k, v = shared.rings
+    q_rows, d_out = shared.held
     kv = tokens(place_tile(x, program, tiles, t, options, masked)[0], n.S, False, options)
     values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
     mbarrier.wait(k.ready.index(stage), phase)
-    s = new_product(shared.q.tile.index(group), k.tile.index(stage).permute([1, 0]), options)
+    s = new_product(q_rows.tile.index(group), k.tile.index(stage).permute([1, 0]), options)
     mbarrier.wait(v.ready.index(stage), phase)
-    dp = new_product(shared.d_out.tile.index(group), v.tile.index(stage).permute([1, 0]), options)
+    dp = new_product(d_out.tile.index(group), v.tile.index(stage).permute([1, 0]), options)
     s = warpgroup_mma_wait(1, deps=[s])
     scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
     p = weights(scores.s, m, log2_sum, options)

@@ -20,12 +20,10 @@ from attnops_triton.flash.hopper.shared import (
     each_tile,
     find_tiles,
     first_token,
-    hold,
     load,
     make_barriers,
-    output_map,
     place_tile,
-    stream,
+    share,
     tokens,
 )
 from attnops_triton.flash.hopper.steps import fill, new_product, no_sums, operand
@@ -38,26 +36,6 @@ from attnops_triton.flash.kernels.scores import (
     weights,
 )
 from attnops_triton.flash.kernels.tokens import place_by_query, store_token
-
-
-class Shared(NamedTuple):
-    """What the partitions share.
-
-    Attributes:
-        first: the program's first query.
-        q, held: the queries, and the barriers of each half.
-        k, v: keys and values.
-        out: the tensor map of the output.
-        turn: barriers by which the computing partitions alternate.
-    """
-
-    first: Any
-    q: Any
-    held: Any
-    k: Any
-    v: Any
-    out: Any
-    turn: Any
 
 
 class State(NamedTuple):
@@ -84,21 +62,15 @@ class State(NamedTuple):
 def attnops_flash_forward(x, n, options: gl.constexpr):
     """Attention of a tile of queries."""
     program = place_by_query(n, options)
-    first = program.row * (options.copies * options.rows)
-    q = hold(x.q, n, program, options.layouts.q.bit, options)
-    k = stream(x.k, n, program, options.layouts.k.bit, options)
-    v = stream(x.v, n, program, options.layouts.v.bit, options)
-    shared = Shared(first, q, make_barriers(2, 1), k, v, output_map(x.out, n, program, options), make_barriers(2, 1))
-    mbarrier.arrive(shared.turn.index(0))
+    # Barriers by which the computing partitions alternate.
+    turn = make_barriers(2, 1)
+    shared = share(x, n, program, turn, options)
+    mbarrier.arrive(turn.index(0))
     gl.warp_specialize(
-        [
-            (compute, (0, x, n, program, shared, options)),
-            (compute, (1, x, n, program, shared, options)),
-            (load, (x, n, program, first, shared.held, (q,), (k, v), 0, options)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+        [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
+         (load, (x, n, program, shared, options))],
+        [4, 1], [240, 24],
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -108,10 +80,11 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     values = load_values(x, n, program, q, no_values(options), "", False, options)
     values = load_values(x, n, program, q, values, "q", not options.is_even, options)
     tiles = find_tiles(x, n, program, options)
+    k, v = shared.rings
     m = gl.full([options.rows], float("-inf"), gl.float32, options.row_layout)
     l = gl.full([options.rows], 0.0, gl.float32, options.row_layout)
     acc = no_sums(options)
-    mbarrier.wait(shared.held.index(group), 0)
+    mbarrier.wait(shared.ready.index(group), 0)
     if tiles.count > 0:
         # The first tile may be PARTIAL or FULL.
         masked: gl.constexpr = x.ranges is not None or not options.is_even
@@ -120,23 +93,23 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
             i = gl.where(tiles.partials > 0, tiles.partial_start, i)
         kv = tokens(first_token(x, tiles, i, options), n.S, False, options)
         found = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
-        mbarrier.wait(shared.k.ready.index(0), 0)
-        s = new_product(shared.q.tile.index(group), shared.k.tile.index(0).permute([1, 0]), options)
+        mbarrier.wait(k.ready.index(0), 0)
+        s = new_product(shared.held[0].tile.index(group), k.tile.index(0).permute([1, 0]), options)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(shared.k.free.index(0))
+        mbarrier.arrive(k.free.index(0))
         m, l, _, p = softmax(x, n, program, q, kv, s, m, l, found, options, masked)
         state = State(m, l, acc, operand(p, options), 0, 0, 0)
         state = each_tile(step, state, group, x, n, program, tiles, shared, (q, values), options, 1)
-        mbarrier.wait(shared.v.ready.index(state.stage), state.phase)
-        acc = warpgroup_mma(state.w, shared.v.tile.index(state.stage), state.acc, is_async=True)
+        mbarrier.wait(v.ready.index(state.stage), state.phase)
+        acc = warpgroup_mma(state.w, v.tile.index(state.stage), state.acc, is_async=True)
         acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
         m = state.m
         l = state.l
     m, l, factor, seen = denominator(x, n, program, m, l, options)
     acc = acc * gl.convert_layout(factor, options.sums_row_layout)[:, None]
-    out = shared.q.tile.index(group)
+    out = shared.held[0].tile.index(group)
     fill(out, acc, options)
-    tma.async_store(shared.out, [q.first, program.h * options.plan.D], out)
+    tma.async_store(shared.maps[0], [q.first, program.h * options.plan.D], out)
     store_token(x.m_out, n, program, q, gl.where(seen, m, float("-inf")), options)
     store_token(x.log2_sum_out, n, program, q, gl.log2(l), options)
     tma.store_wait(0)
@@ -148,19 +121,19 @@ def step(
 ):  # fmt: skip
     """A tile's scores and weights, and the product of the previous tile's weights and values."""
     q, values = given
-    k = shared.k
-    v = shared.v
+    k, v = shared.rings
+    turn = shared.own
     before = state.stage
     phase_before = state.phase
     stage, phase = advance(before, phase_before, options)
     kv = tokens(place_tile(x, program, tiles, t, options, masked)[0], n.S, False, options)
     values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
     mbarrier.wait(k.ready.index(stage), phase)
-    mbarrier.wait(shared.turn.index(group), state.turn)
-    s = new_product(shared.q.tile.index(group), k.tile.index(stage).permute([1, 0]), options)
+    mbarrier.wait(turn.index(group), state.turn)
+    s = new_product(shared.held[0].tile.index(group), k.tile.index(stage).permute([1, 0]), options)
     mbarrier.wait(v.ready.index(before), phase_before)
     acc = warpgroup_mma(state.w, v.tile.index(before), state.acc, is_async=True)
-    mbarrier.arrive(shared.turn.index(1 - group))
+    mbarrier.arrive(turn.index(1 - group))
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k.free.index(stage))
     m, l, alpha, p = softmax(x, n, program, q, kv, s, state.m, state.l, values, options, masked)

@@ -131,6 +131,29 @@ class Ring(NamedTuple):
     free: Any
 
 
+class Shared(NamedTuple):
+    """What the partitions share.
+
+    Attributes:
+        first: the first token that the program holds.
+        held: the `Held` arrays: q; q and d_out; or k and v.
+        ready: a barrier for each computing partition's rows.
+        rings: two `Ring`s, in the order of use: k and v; or q and d_out.
+        maps: the tensor map of each output; 0 for those that pointers store.
+        statistics: for the kernel by keys, a `Held` array [stages, 2, queries] of the logsumexp to base 2 in one term
+            and delta. It is copied together with q, and counted by its barriers.
+        own: what one kernel needs.
+    """
+
+    first: Any
+    held: Any
+    ready: Any
+    rings: Any
+    maps: Any
+    statistics: Any
+    own: Any
+
+
 class Tiles(NamedTuple):
     """The active tiles of a row: PARTIAL ones come first.
 
@@ -195,9 +218,37 @@ def stream(array, n, program, bit: gl.constexpr, options: gl.constexpr):
 
 
 @gluon.jit
-def output_map(array, n, program, options: gl.constexpr):
-    """The tensor map of an output."""
-    return make_map(array, n, program, -1, not options.transposed, options.rows, options.plan.D, options.dtype, options)
+def output_map(x, array, n, program, options: gl.constexpr):
+    """The tensor map of an output; 0 if pointers store it."""
+    tensor_map = 0
+    if x.d_out is None or options.stores_by_map:
+        of_query: gl.constexpr = not options.transposed
+        tensor_map = make_map(array, n, program, -1, of_query, options.rows, options.plan.D, options.dtype, options)
+    return tensor_map
+
+
+@gluon.jit
+def share(x, n, program, own, options: gl.constexpr):
+    """What the partitions share: `Shared`."""
+    layouts: gl.constexpr = options.layouts
+    statistics = 0
+    if options.transposed:
+        held = (hold(x.k, n, program, layouts.k.bit, options), hold(x.v, n, program, layouts.v.bit, options))
+        rings = (
+            stream(x.q, n, program, layouts.q.bit, options),
+            stream(x.d_out, n, program, layouts.d_out.bit, options),
+        )
+        maps = (output_map(x, x.dk, n, program, options), output_map(x, x.dv, n, program, options))
+        statistics = share_statistics(x, n, options)
+    else:
+        q = hold(x.q, n, program, layouts.q.bit, options)
+        held = (q,)
+        if x.d_out is not None:
+            held = (q, hold(x.d_out, n, program, layouts.d_out.bit, options))
+        rings = (stream(x.k, n, program, layouts.k.bit, options), stream(x.v, n, program, layouts.v.bit, options))
+        maps = (output_map(x, x.out if x.d_out is None else x.dq, n, program, options),)
+    first = program.row * (options.copies * options.rows)
+    return Shared(first, held, make_barriers(options.copies, 1), rings, maps, statistics, own)
 
 
 @gluon.jit
@@ -318,26 +369,24 @@ def column_of(program, of_query: gl.constexpr, options: gl.constexpr):
 
 
 @gluon.jit
-def load(x, n, program, first, ready, held, rings, statistics, options: gl.constexpr):
-    """The loader: copies the rows that the program holds, from token ``first`` on, then all tiles to the rings.
-
-    ``ready`` are barriers of each computing partition's rows, ``held`` the `Held` arrays, and ``rings`` two `Ring`s in
-    the order of use. ``statistics``, if there are any, are copied too, and counted by the first ring's barriers.
-    """
-    load_held(program, first, ready, held, options)
+def load(x, n, program, shared, options: gl.constexpr):
+    """The loader: copies the rows that the program holds, then all tiles to the rings."""
+    load_held(program, shared, options)
     state = (0, 1)
-    each_head(load_tile, nothing, state, 0, x, n, program, rings, statistics, options)
+    each_head(load_tile, nothing, state, 0, x, n, program, shared, 0, options)
 
 
 @gluon.jit
-def load_held(program, first, ready, held, options: gl.constexpr):
+def load_held(program, shared, options: gl.constexpr):
     """Copy the rows that the program holds."""
     copies: gl.constexpr = options.copies
+    held = shared.held
     at = column_of(program, not options.transposed, options)
     for half in gl.static_range(copies):
-        mbarrier.expect(ready.index(half), len(held) * options.rows * options.plan.D * options.itemsize)
+        ready = shared.ready.index(half)
+        mbarrier.expect(ready, len(held) * options.rows * options.plan.D * options.itemsize)
         for i in gl.static_range(len(held)):
-            tma.async_load(held[i].map, [first + half * options.rows, at], ready.index(half), held[i].tile.index(half))
+            tma.async_load(held[i].map, [shared.first + half * options.rows, at], ready, held[i].tile.index(half))
 
 
 @gluon.jit
@@ -355,8 +404,7 @@ def values_of_head(x, n, program, kv, options: gl.constexpr):
 
 @gluon.jit
 def load_tile(
-    t, state, group: gl.constexpr, x, n, program, tiles, rings, statistics, options: gl.constexpr,
-    masked: gl.constexpr,
+    t, state, group: gl.constexpr, x, n, program, tiles, shared, given, options: gl.constexpr, masked: gl.constexpr
 ):  # fmt: skip
     """Copy a tile to the rings."""
     stage, phase = state
@@ -364,11 +412,12 @@ def load_tile(
     at = column_of(program, options.transposed, options)
     size: gl.constexpr = options.streamed * options.plan.D * options.itemsize
     for i in gl.static_range(2):
-        ring = rings[i]
+        ring = shared.rings[i]
         mbarrier.wait(ring.free.index(stage), phase)
         if i == 0 and options.transposed:
             mbarrier.expect(ring.ready.index(stage), size + 2 * 4 * options.streamed)
             row = (program.b * options.plan.H + program.h) * 2
+            statistics = shared.statistics
             tma.async_load(statistics.map, [row, first], ring.ready.index(stage), statistics.tile.index(stage))
         else:
             mbarrier.expect(ring.ready.index(stage), size)
@@ -385,3 +434,12 @@ def share_statistics(x, n, options: gl.constexpr):
         x.statistics, [n.statistics_rows, n.padded], [n.padded, 1], [2, options.streamed], layout
     )
     return Held(tensor_map, gl.allocate_shared_memory(gl.float32, [stages, 2, options.streamed], layout))
+
+
+@gluon.jit
+def place_output(n, program, options: gl.constexpr):
+    """The length and the head of the outputs of a backward kernel, and the elements of all heads of a token."""
+    length = n.S if options.transposed else n.T
+    head = program.k if options.transposed and not options.splits_groups else program.h
+    stride: gl.constexpr = (options.output_heads if options.transposed else options.plan.H) * options.plan.D
+    return length, head, stride

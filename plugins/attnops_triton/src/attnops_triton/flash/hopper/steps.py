@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
+from attnops_triton.flash.hopper.shared import place_output
+
 
 @gluon.jit
 def new_product(a, b, options: gl.constexpr):
@@ -35,27 +37,26 @@ def fill(buffer, sums, options: gl.constexpr):
 
 
 @gluon.jit
-def store_sums(
-    array, tensor_map, tile, done, sums, group: gl.constexpr, n, program, first, options: gl.constexpr
-):  # fmt: skip
-    """Store a partition's gradients: through the buffer ``tile``, which is not read any more, or by pointers.
+def store_sums(array, i: gl.constexpr, sums, done, group: gl.constexpr, n, program, shared, options: gl.constexpr):
+    """Store a partition's sums for the output ``i``: through the buffer of a held array, which is not read any more, or
+    by pointers.
 
     If another partition copies the buffer, ``done`` are barriers that tell it.
     """
     rows: gl.constexpr = options.rows
     D: gl.constexpr = options.plan.D
-    stride: gl.constexpr = (options.output_heads if options.transposed else options.plan.H) * D
-    length = n.S if options.transposed else n.T
-    head = program.k if options.transposed and not options.splits_groups else program.h
+    first = shared.first + group * rows
+    length, head, stride = place_output(n, program, options)
     if options.stores_by_map:
-        fill(tile.index(group), sums, options)
+        buffer = shared.held[i].tile.index(group)
+        fill(buffer, sums, options)
         if options.fuses_dq:
             # The computing partitions have too few registers for stores.
             mbarrier.arrive(done.index(group))
         else:
-            tma.async_store(tensor_map, [first + group * rows, head * D], tile.index(group))
+            tma.async_store(shared.maps[i], [first, head * D], buffer)
     else:
-        token = first + group * rows + gl.arange(0, rows, layout=options.sums_row_layout)
+        token = first + gl.arange(0, rows, layout=options.sums_row_layout)
         at = array + program.b.to(gl.int64) * length * stride + head.to(gl.int64) * D
         at = at + (token.to(gl.int64) * stride)[:, None]
         at = at + gl.arange(0, D, layout=gl.SliceLayout(0, options.sums_layout))[None, :]

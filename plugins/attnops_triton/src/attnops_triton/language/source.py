@@ -60,7 +60,8 @@ class KernelFunction:
         """What the code depends on, for all functions that it calls."""
         given = vars(self.options).values()
         keys = [x.cache_key for x in (self.function, *given) if hasattr(x, "cache_key")]
-        return (*keys, repr(self.arrays), repr(self.sizes), repr(self.options))
+        properties = inspect.getsource(inspect.getmodule(type(self.options)))  # type: ignore[arg-type]
+        return (*keys, properties, repr(self.arrays), repr(self.sizes), repr(self.options))
 
     @functools.cached_property
     def reachable(self) -> dict[str, Any]:

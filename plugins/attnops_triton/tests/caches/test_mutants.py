@@ -77,7 +77,7 @@ QUICK = {
     "masked scores are not": (WINDOW, 's = tl.where(ok, s, float("-inf"))', "pass"),
     "a split is left out of the denominator": (PACKED, "mask=each < n.splits,", "mask=each < n.splits - 1,"),
     "a split is left out of the sums": (PACKED, "mask=some < n.splits,", "mask=some < n.splits - 1,"),
-    "scales of keys are those of another head": (PACKED, "(tokens.key_scale, tile, program.k,", "(tokens.key_scale, tile, 0,"),
+    "scales of keys are those of another head": (PACKED, "key_scale, tile, program.k,", "key_scale, tile, 0,"),
     "scales of values are those of another token": (
         PACKED, "(tokens.value_scale, tile,", "(tokens.value_scale, tile._replace(within=tile.within // 2 * 2),"
     ),

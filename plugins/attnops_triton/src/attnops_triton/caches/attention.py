@@ -13,18 +13,10 @@ from jax import lax
 from attnops.kernels import FlashCall, describe, one_by_one
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import without_table
+from attnops_triton.caches import operands
 from attnops_triton.caches.kernels.attention import attnops_ragged
 from attnops_triton.caches.kernels.codec import assembly
 from attnops_triton.caches.kernels.result import attnops_ragged_merge
-from attnops_triton.caches.operands import (
-    fitted,
-    item_arrays,
-    score_arrays,
-    store_arrays,
-    strides,
-    token_arrays,
-    values_of,
-)
 from attnops_triton.caches.parameters import Arrays, Sizes, Tokens
 from attnops_triton.caches.plan import CachePlan, features
 from attnops_triton.caches.schedule import schedule
@@ -52,12 +44,13 @@ def cached_attention(
     """
     assert call.mask is not None
     given = call.mask
-    call = fitted(call.replace(mask=without_table(given)[0]))
+    call = operands.fitted(call.replace(mask=without_table(given)[0]))
     plan = make_plan(call, cache, wants_lse, 0 if new is None else call.query.shape[1])
-    arrays = {"q": call.query} | store_arrays(cache) | score_arrays(plan, call)
-    arrays |= item_arrays(schedule(plan, given, cache.lengths, new))
+    arrays = {"q": call.query} | operands.store_arrays(cache) | operands.score_arrays(plan, call)
+    items = schedule(plan, given, cache.lengths, new)
+    arrays |= {name: x for name, x in items._asdict().items() if x is not None}
     if new is not None:
-        arrays |= token_arrays(cache, new)
+        arrays |= operands.token_arrays(cache, new)
     results = _run(plan, arrays)
     if new is not None:
         written = {name: results[f"{name}_out"].reshape(getattr(cache.store, name).shape) for name in new.tokens}
@@ -88,10 +81,11 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
         is_even=S % tiles.bk == 0, is_packed=is_packed, in_order=in_order, page=page, pages=pages,
         blocks=store.own_blocks, is_joined=content == "joined", is_latent=content == "latent", stored=stored,
         scales="" if cache.codec is None else cache.codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
-        assembly=assembly(stored, dtype, arch) if cache.codec else None, scale=float(call.scale),
+        assembly=assembly(stored, dtype, arch), scale=float(call.scale),
         tf32=metadata.precision == lax.Precision.DEFAULT, new_blocks=new_blocks if writes else 0,
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense),
-        masks=values_of(scoring.mask), score=score_function(scoring.bias, scoring.cap), biases=values_of(scoring.bias),
+        score=score_function(scoring.bias, scoring.cap), masks=operands.values_of(scoring.mask),
+        biases=operands.values_of(scoring.bias),
         has_bias=scoring.has_bias, scoring=scoring, wants_lse=wants_lse, arch=arch, interpret=metadata.interpret,
     )  # fmt: skip
     return dataclasses.replace(plan, splits=split_count(arch, plan.items * K * plan.head_blocks, plan.nk))
@@ -111,7 +105,7 @@ def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     is_split = plan.splits > 1
     outputs = _partial_outputs(plan) if is_split else _outputs(plan)
     aliases = {} if is_split else _initialised(plan, arrays)
-    outputs |= {f"{name}_out": _like(arrays[name]) for name in written}
+    outputs |= {f"{name}_out": jax.ShapeDtypeStruct((x := arrays[name]).shape, x.dtype) for name in written}
     aliases |= {f"{name}_out": name for name in written}
     programs = plan.items * plan.K * plan.head_blocks
     results = _launch(plan, 0, arrays, outputs, programs * plan.splits, aliases)
@@ -129,34 +123,31 @@ def _launch(
     plan: CachePlan, merged: int, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct],
     programs: int, aliases: dict[str, str],
 ) -> dict[str, jax.Array]:  # fmt: skip
-    kernel, sizes = _kernel(plan, merged, arrays, outputs)
-    operands = [Operand(name, arrays[name]) for name in kernel.pointers if name in arrays]
+    """Run the kernel that merges this many splits, or for 0 the one that computes attention."""
+    names = [*arrays, *outputs]
+    named: dict[str, Any] = {name: name for name in names if name in Arrays._fields}
+    for group, text in {"stored": "{}", "new": "new_{}", "written": "{}_out"}.items():
+        tokens = map(text.format, Tokens._fields)
+        named[group] = Tokens(*(name if name in names else None for name in tokens))
+    for group in ("mask", "dense", "bias"):
+        named[group] = tuple(x for x in names if re.fullmatch(rf"{group}\d+", x))
+    sizes = {name: getattr(plan, name) for name in Sizes._fields if name not in Sizes._field_defaults}
+    fields: dict[str, Any] = {name: name for name in sizes}
+    strides = {name: (f"{name}_b", f"{name}_h") for name in names if name in (*named["dense"], "array")}
+    for name, pair in strides.items():
+        batch, heads = arrays[name].shape[:2]
+        sizes |= zip(pair, (heads * (batch > 1), int(heads > 1)), strict=True)
+    if not all(0 <= value < 1 << 31 for value in sizes.values()):
+        raise ValueError(f"{sizes} must be integers of 32 bits")
+    fields |= {"dense": tuple(strides[x] for x in named["dense"]), "array": strides.get("array")}
+    function = attnops_ragged_merge if merged else attnops_ragged
+    kernel = KernelFunction(function, Arrays(**named), Sizes(**fields), plan.options(merged))
+    inputs = [Operand(name, arrays[name]) for name in kernel.pointers if name in arrays]
     outputs = {name: outputs[name] for name in kernel.pointers if name in outputs}
     bits = ("key", "value", "key_out", "value_out", "new_key", "new_value")
     stored = {} if plan.scales else dict.fromkeys(bits, plan.stored)
     integers = tuple(sizes[name] for name in kernel.integers)
-    return launch_any(plan, plan.tiles, kernel, integers, operands, outputs, programs, frozenset(), aliases, stored)
-
-
-def _kernel(
-    plan: CachePlan, merged: int, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct]
-) -> tuple[KernelFunction, dict[str, int]]:
-    """The kernel that merges this many splits, or for 0 the one that computes attention; and its integers by name."""
-    names = [*arrays, *outputs]
-    groups = {group: tuple(x for x in names if re.fullmatch(rf"{group}\d+", x)) for group in ("mask", "dense", "bias")}
-    tokens = {group: Tokens(*(name if (name := text.format(x)) in names else None for x in Tokens._fields))
-              for group, text in {"stored": "{}", "new": "new_{}", "written": "{}_out"}.items()}  # fmt: skip
-    single = {name: name for name in names if name in Arrays._fields}
-    sizes = {name: getattr(plan, name) for name in Sizes._fields if name not in Sizes._field_defaults}
-    pairs = {name: (f"{name}_b", f"{name}_h") for name in names if name in (*groups["dense"], "array")}
-    for name, pair in pairs.items():
-        sizes |= zip(pair, strides(arrays[name]), strict=True)
-    if not all(0 <= value < 1 << 31 for value in sizes.values()):
-        raise ValueError(f"{sizes} must be integers of 32 bits")
-    fields = {name: name for name in Sizes._fields if name in sizes}
-    given = Sizes(**fields, dense=tuple(pairs[x] for x in groups["dense"]), array=pairs.get("array"))
-    function = attnops_ragged_merge if merged else attnops_ragged
-    return KernelFunction(function, Arrays(**single, **groups, **tokens), given, plan.options(merged)), sizes
+    return launch_any(plan, plan.tiles, kernel, integers, inputs, outputs, programs, frozenset(), aliases, stored)
 
 
 def _outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
@@ -184,7 +175,3 @@ def _initialised(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, str
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import triton.language as tl
 
 from attnops.kernels import Elementwise, FlashCall, elementwise_bias, of_bias, of_mask
-from attnops.masks import Dense, Mask
+from attnops.masks import Dense
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_triton.caches.parameters import Tokens
 from attnops_triton.caches.plan import CachePlan, Value
-from attnops_triton.caches.schedule import ItemSchedule
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.language.translate import PRIMITIVES
 
@@ -22,18 +21,12 @@ def fitted(call: FlashCall) -> FlashCall:
     """The call, with arrays of all scores in place of masks and biases that can't be translated to Triton."""
     mask, bias, shape = call.mask, call.bias, call.scores_shape
     if mask is not None and not is_translatable(mask):
-        mask = dense(mask, shape)
+        mask = Dense(jnp.broadcast_to(mask.dense(*shape), shape)).bind(*shape)
     if bias is not None and not of_bias(bias)[0].primitives <= PRIMITIVES:
         bias = bias.array(*shape)  # of an `attnops_caches.scores.SlotBias`
     if call.metadata.interpret:
         mask, bias = jax.tree.map(_widened, (mask, bias))
     return call.replace(mask=mask, bias=bias)
-
-
-def dense(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
-    """A bound mask as an array."""
-    B, H, T, S = shape
-    return Dense(jnp.broadcast_to(mask.dense(*shape), (B, H, T, S))).bind(*shape)
 
 
 def _widened(x: Any) -> Any:
@@ -59,15 +52,12 @@ def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
 
 def values_of(function: Elementwise | None) -> tuple[Value, ...]:
     """The values of a mask or of a bias."""
-    if function is None:
-        return ()
-    dtypes = (tl.int1 if dtype == jnp.bool_ else getattr(tl, jnp.dtype(dtype).name) for dtype in function.dtypes)
-    return tuple(Value(*(x in axes for x in ("b", "h", "q", "kv")), dtype) for axes, dtype in zip(function.values, dtypes, strict=True))
-
-
-def strides(x: jax.Array) -> tuple[int, int]:
-    """The strides of an array [B or 1, H or 1, T, S]: by batch and by head, counted in rows of S keys."""
-    return x.shape[1] * (x.shape[0] > 1), int(x.shape[1] > 1)
+    values = () if function is None else zip(function.values, map(jnp.dtype, function.dtypes), strict=True)
+    dtypes = {"bool": tl.int1}
+    return tuple(
+        Value("b" in axes, "h" in axes, "q" in axes, "kv" in axes, dtypes.get(x.name) or getattr(tl, x.name))
+        for axes, x in values
+    )
 
 
 def _in_32_bits(x: jax.Array) -> jax.Array:
@@ -83,11 +73,6 @@ def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     found = {name: x for name, x in named.items() if x is not None}
     found["base"] = jnp.asarray(store.base, jnp.int32)[None]
     return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
-
-
-def item_arrays(items: ItemSchedule) -> dict[str, jax.Array]:
-    """The schedule's arrays."""
-    return {name: x for name, x in items._asdict().items() if x is not None}
 
 
 def token_arrays(cache: StoredCache, new: NewTokens) -> dict[str, jax.Array]:

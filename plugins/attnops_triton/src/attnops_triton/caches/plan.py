@@ -1,4 +1,4 @@
-"""`CachePlan`: everything static about a call over a cache; `KernelOptions`: what of it the kernels' code depends on."""
+"""Everything static about a call over a cache: `CachePlan`, and `KernelOptions`, on which the kernels' code depends."""
 
 from __future__ import annotations
 
@@ -160,22 +160,6 @@ class KernelOptions:
         return self.score_unit * LOG2E
 
     @property
-    def loads_mask_late(self) -> bool:
-        """Whether the mask's values are loaded after the loop over unmasked tiles.
-
-        Otherwise ptxas 12.9 spills two registers on sm_80 and sm_89 at D 128. Without scales per token and head it is
-        the late load that spills (sm_89, T 512).
-        """
-        return self.has_value_factor
-
-    @property
-    def subtracts_first(self) -> bool:
-        """Whether scores are subtracted before they are multiplied, which is exact: with large biases a difference of
-        products would not be.
-        """
-        return self.has_bias or self.dtype == "float32"
-
-    @property
     def operand(self) -> Any:
         """Triton's dtype of products' operands."""
         import triton.language as tl
@@ -233,14 +217,8 @@ class CachePlan(KernelOptions):
 
 
 def features(D: int, Dv: int, width: int, content: str, dtype: str) -> tuple[Features, Features]:
-    """The features of keys and of values; in a latent cache those of keys that are also the value come first.
-
-    Args:
-        D: the head dim of keys.
-        Dv: the head dim of values.
-        width: features of a token in the array of keys.
-        content: ``"separate"`` arrays; ``"joined"``, or ``"latent"``, in the array of keys.
-        dtype: the dtype of products' operands.
+    """The features of keys and of values in arrays with ``width`` features per token and such a
+    `attnops_caches.TokenLayout.content`; in a latent cache those of keys that are also the value come first.
     """
 
     def chunks(first: int, stop: int) -> tuple[HeadDimChunk, ...]:

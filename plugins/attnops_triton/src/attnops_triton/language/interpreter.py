@@ -71,7 +71,7 @@ def run_on_host(
             stack.callback(setattr, interpreter, "_interpreter", functions)
             interpreter._interpreter = _Listing(functions, kernel.name, [*arrays, *results], _listed)
         called, helpers = function(kernel)
-        values = dict(zip(kernel.pointers, map(Buffer, (*arrays, *results)), strict=True))
+        values: dict[str, Any] = dict(zip(kernel.pointers, map(Buffer, (*arrays, *results)), strict=True))
         values |= dict(zip(kernel.integers, integers, strict=True))
         given = [_undecorated(x, helpers) for x in kernel.arguments(values)]
         interpreter.InterpretedFunction(called).run(*given, grid=(programs,), warmup=False)

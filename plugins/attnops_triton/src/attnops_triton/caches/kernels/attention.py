@@ -1,8 +1,5 @@
 """The attention kernel: online softmax over the tiles of keys of an item, or of one of its splits."""
 
-# Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM102
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -12,7 +9,7 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max as largest
 from triton.language.standard import _sum_combine as total
 
-from attnops_triton.caches.kernels.result import store_partial, store_result
+from attnops_triton.caches.kernels.result import output_rows, store_partial, store_result
 from attnops_triton.caches.kernels.scores import allowed, apply_score, load_values
 from attnops_triton.caches.kernels.storage import columns_of, load_scales, load_tokens, locate_tile, mask_of
 from attnops_triton.caches.kernels.write import write_tokens
@@ -53,17 +50,26 @@ def attnops_ragged(x, n, options: tl.constexpr):
     q, factor = load_queries(x, n, program, options)
     biases = load_values(x.bias, options.biases, program, None, (), n, options, False)
     masks = ()
-    if not options.loads_mask_late:
+    # With one scale of values or one per head, late: otherwise ptxas 12.9 spills two registers on sm_80 and sm_89 at
+    # D 128. In other calls it is the late load that spills (sm_89, T 512).
+    if not options.has_value_factor:
         masks = load_values(x.mask, options.masks, program, None, (), n, options, False)
     if options.new_blocks > 0:
         write_tokens(x, n, program, options)
     value_factor = 1.0
     if options.has_value_factor:
-        value_factor = load_factor(x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k, options)
-    state = initial_state(program.k, options)
+        value_factor = load_factor(
+            x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k, options
+        )
+    acc = ()
+    for i in tl.static_range(len(options.values.chunks)):
+        acc = acc + (tl.full([options.tiles.rows, options.values.chunks[i].width], 0.0, tl.float32),)
+    m = tl.full([options.tiles.rows], float("-inf"), tl.float32)
+    l = tl.full([options.tiles.rows], 0.0, tl.float32)
+    state = State(m, l, program.k.to(tl.float32) * 0.0, acc)
     for i in range(program.full_start, program.full_stop):
         state = attend(x, n, program, q, factor, biases, masks, state, i * options.tiles.bk, options, False)
-    if options.loads_mask_late:
+    if options.has_value_factor:
         masks = load_values(x.mask, options.masks, program, None, (), n, options, False)
     before = program.full_start - program.first
     for j in range(0, before + program.stop - program.full_stop):
@@ -88,10 +94,8 @@ def locate_program(x, n, options: tl.constexpr):
     else:
         tile = rest % n.nq
         rest = rest // n.nq
-    part = 0
-    if options.head_blocks > 1:
-        part = rest % options.head_blocks
-        rest = rest // options.head_blocks
+    part = rest % options.head_blocks
+    rest = rest // options.head_blocks
     split = 0
     if x.part is not None:
         split = rest % n.splits
@@ -134,10 +138,7 @@ def locate_program(x, n, options: tl.constexpr):
 @triton.jit
 def load_queries(x, n, program, options: tl.constexpr):
     """The chunks of queries, [rows, width], and the factor of their products with keys, a number or [rows, 1]."""
-    at = program.qr
-    if not options.is_packed:
-        at = program.b.to(tl.int64) * n.T + at
-    at = x.q + (at.to(tl.int64) * options.H + program.hr) * options.D
+    at = x.q + output_rows(n, program.b, program.qr, program.hr, options)[0] * options.D
     loaded = ()
     for i in tl.static_range(len(options.keys.chunks)):
         chunk: tl.constexpr = options.keys.chunks[i]
@@ -167,17 +168,6 @@ def load_factor(scales, k, options: tl.constexpr):
     if options.scales == "head":
         scales = scales + k
     return tl.load(scales)
-
-
-@triton.jit
-def initial_state(k, options: tl.constexpr):
-    """The `State` before the first tile."""
-    acc = ()
-    for i in tl.static_range(len(options.values.chunks)):
-        acc = acc + (tl.full([options.tiles.rows, options.values.chunks[i].width], 0.0, tl.float32),)
-    m = tl.full([options.tiles.rows], float("-inf"), tl.float32)
-    l = tl.full([options.tiles.rows], 0.0, tl.float32)
-    return State(m, l, k.to(tl.float32) * 0.0, acc)
 
 
 @triton.jit
@@ -219,7 +209,8 @@ def attend(
     if masked or options.has_bias:
         # If all scores so far are masked, m is −inf, and −inf − −inf would be NaN.
         below = tl.where(m == float("-inf"), 0.0, m)
-    if options.subtracts_first:
+    if options.has_bias or options.precision is not None:
+        # Exact: with large biases a difference of products would not be.
         p = tl.exp2((s - below[:, None]) * options.unit)
     else:
         p = tl.exp2(s * options.unit - (below * options.unit)[:, None])

@@ -48,31 +48,24 @@ def store_result(x, n, program, state, value_factor, options: tl.constexpr):
     stored = program.real
     if options.is_packed:
         stored = stored & seen_any
-    at = query_row(n, program.b, program.qr, options) * options.H + program.hr
+    at, at_lse = output_rows(n, program.b, program.qr, program.hr, options)
     for i in tl.static_range(len(options.values.chunks)):
         out = unscaled(state, i, value_factor, options) * scaling[:, None]
         chunk: tl.constexpr = options.values.chunks[i]
         tl.store(x.out + at[:, None] * options.Dv + columns_of(chunk), out, mask=mask_of(chunk, stored))
     if x.lse is not None:
-        tl.store(x.lse + lse_row(n, program.b, program.hr, program.qr, options), lse, mask=stored)
+        tl.store(x.lse + at_lse, lse, mask=stored)
 
 
 @triton.jit
-def query_row(n, b, qr, options: tl.constexpr):
-    """The index of a query in all rows."""
+def output_rows(n, b, qr, hr, options: tl.constexpr):
+    """The indices of a query and head among the rows of the output, and of the logsumexp."""
     row = qr.to(tl.int64)
+    lse_row = hr.to(tl.int64) * n.T + qr
     if not options.is_packed:
         row = b.to(tl.int64) * n.T + qr
-    return row
-
-
-@triton.jit
-def lse_row(n, b, hr, qr, options: tl.constexpr):
-    """The index of a query's logsumexp."""
-    row = hr.to(tl.int64) * n.T + qr
-    if not options.is_packed:
-        row = (b.to(tl.int64) * options.H + hr) * n.T + qr
-    return row
+        lse_row = (b.to(tl.int64) * options.H + hr) * n.T + qr
+    return row * options.H + hr, lse_row
 
 
 @triton.jit
@@ -102,10 +95,8 @@ def attnops_ragged_merge(x, n, options: tl.constexpr):
     rest = tl.program_id(0)
     place = rest % (options.bq * options.heads)
     rest = rest // (options.bq * options.heads)
-    part = 0
-    if options.head_blocks > 1:
-        part = rest % options.head_blocks
-        rest = rest // options.head_blocks
+    part = rest % options.head_blocks
+    rest = rest // options.head_blocks
     k = rest % options.K
     item = rest // options.K
     if options.is_packed:
@@ -143,9 +134,8 @@ def attnops_ragged_merge(x, n, options: tl.constexpr):
         loaded = (some_l != 0.0)[:, None] & (columns < options.Dv)[None, :]
         sums = tl.load(x.part + some_at[:, None] * options.Dv + columns[None, :], mask=loaded, other=0.0)
         acc = acc + tl.reduce(sums * weight[:, None], 0, total)
-    target = x.out + (query_row(n, b, qr, options) * options.H + hr) * options.Dv + columns
-    tl.store(target, acc * scaling, mask=columns < tl.where(stored, options.Dv, 0))
+    row, lse_row = output_rows(n, b, qr, hr, options)
+    tl.store(x.out + row * options.Dv + columns, acc * scaling, mask=columns < tl.where(stored, options.Dv, 0))
     if x.lse is not None:
         one = tl.arange(0, 1)
-        at_lse = x.lse + lse_row(n, b, hr, qr, options) + one
-        tl.store(at_lse, lse, mask=one < tl.where(stored, 1, 0))
+        tl.store(x.lse + lse_row + one, lse, mask=one < tl.where(stored, 1, 0))

@@ -4,8 +4,6 @@ Parameters: ``program``, a `attention.Program`; ``kx`` [bk], the indices of keys
 valid range.
 """
 
-# ruff: noqa: RUF005  tuples are joined as Triton's language requires
-
 from __future__ import annotations
 
 import triton

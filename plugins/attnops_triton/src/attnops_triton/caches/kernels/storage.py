@@ -1,8 +1,5 @@
 """Where the tokens of a row lie, and loads of a tile of keys and values."""
 
-# Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM108
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -92,7 +92,7 @@ SLOW = {
     "the window begins a token late": (WINDOW, ">= values[2]", "> values[2]"),
     "the sink is another head's": (WINDOW, "x.sinks + hr", "x.sinks + hr * 0"),
     "padding gets an output": (PACKED, "stored = stored & seen_any", "pass"),
-    "scales are left out": (STEP, "acc = acc * value_factor", "pass"),
+    "scales are left out": (STEP, "acc = acc * state.unit", "pass"),
     "a new token is written a slot early": (STEP, "* n.S + slot", "* n.S + slot - 1"),
     "a new token is read before it is written": (STEP, "range(first, stop)", "range(first, first)"),
 }

@@ -36,11 +36,7 @@ def cached_attention(
 ) -> tuple[jax.Array, jax.Array | None, CacheType]:
     """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] or None, and the cache with the new tokens.
 
-    Args:
-        call: the call with slots as keys; its key and value have shape and dtype only.
-        cache: the cache.
-        wants_lse: whether the logsumexp is returned.
-        new: the tokens to write and the slots of each row's (`attnops_caches.NewTokens`); None to write none.
+    ``call`` has slots as keys; its key and value have shape and dtype only.
     """
     assert call.mask is not None
     given = call.mask

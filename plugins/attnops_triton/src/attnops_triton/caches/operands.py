@@ -52,12 +52,11 @@ def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
 
 def values_of(function: Elementwise | None) -> tuple[Value, ...]:
     """The values of a mask or of a bias."""
-    values = () if function is None else zip(function.values, map(jnp.dtype, function.dtypes), strict=True)
-    dtypes = {"bool": tl.int1}
-    return tuple(
-        Value("b" in axes, "h" in axes, "q" in axes, "kv" in axes, dtypes.get(x.name) or getattr(tl, x.name))
-        for axes, x in values
-    )
+    if function is None:
+        return ()
+    dtypes = [tl.int1 if x == jnp.bool_ else getattr(tl, jnp.dtype(x).name) for x in function.dtypes]
+    given = zip(function.values, dtypes, strict=True)
+    return tuple(Value("b" in axes, "h" in axes, "q" in axes, "kv" in axes, dtype) for axes, dtype in given)
 
 
 def _in_32_bits(x: jax.Array) -> jax.Array:

@@ -42,11 +42,6 @@ class Features:
     first: int  # the first of them in a token of the array
     width: int  # features of a token in the array
 
-    @property
-    def size(self) -> int:
-        """A power of two that is not below ``width``."""
-        return 1 << (self.width - 1).bit_length()
-
 
 @dataclasses.dataclass(frozen=True)
 class CacheTileSizes:
@@ -105,7 +100,7 @@ class KernelOptions:
     @property
     def head_blocks(self) -> int:
         """The number of tiles that the query heads of a kv head need."""
-        return -(-self.G // self.heads)
+        return cdiv(self.G, self.heads)
 
     @property
     def bq(self) -> int:
@@ -123,11 +118,6 @@ class KernelOptions:
         return self.scales == "token_head"
 
     @property
-    def merged_dims(self) -> int:
-        """Features per row of the kernel that merges splits, a power of two."""
-        return max(16, 1 << (self.Dv - 1).bit_length())
-
-    @property
     def has_value_factor(self) -> bool:
         """Whether the sums are multiplied by one scale of values."""
         return bool(self.scales) and not self.by_token
@@ -139,9 +129,7 @@ class KernelOptions:
 
     @property
     def has_unit(self) -> bool:
-        """Whether weights, which are multiplied by the values' scales, are divided by the largest of these scales
-        first: otherwise float16 could not hold them.
-        """
+        """Whether weights, times scales of values, are divided by the largest scale, so that float16 can hold them."""
         return self.by_token and self.scales_queries
 
     @property
@@ -213,7 +201,9 @@ class CachePlan(KernelOptions):
     def options(self, merged: int = 0) -> KernelOptions:
         """The options of the kernel that computes attention, or of the one that merges splits."""
         fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(KernelOptions)}
-        return KernelOptions(**fields | {"merged": merged})
+        # One program that merges serves several kernels that compute attention.
+        unused = {"mask": None, "masks": (), "page": 0, "is_even": True, "new_blocks": 0, "merged": merged}
+        return KernelOptions(**fields | (unused if merged else {}))
 
 
 def features(D: int, Dv: int, width: int, content: str, dtype: str) -> tuple[Features, Features]:

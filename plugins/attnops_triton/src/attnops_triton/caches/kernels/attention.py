@@ -39,7 +39,9 @@ class State(NamedTuple):
 
     m: Any  # [rows], the maximum
     l: Any  # [rows], the denominator
-    unit: Any  # the largest scale of values, by which ``acc`` is divided (`KernelOptions.has_unit`)
+    unit: (
+        Any  # what ``acc`` is to be multiplied by: the only scale of values, or the largest (`KernelOptions.has_unit`)
+    )
     acc: Any  # the chunks of the sums of values, [rows, width]
 
 
@@ -56,17 +58,15 @@ def attnops_ragged(x, n, options: tl.constexpr):
         masks = load_values(x.mask, options.masks, program, None, (), n, options, False)
     if options.new_blocks > 0:
         write_tokens(x, n, program, options)
-    value_factor = 1.0
+    unit = program.k.to(tl.float32) * 0.0
     if options.has_value_factor:
-        value_factor = load_factor(
-            x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k, options
-        )
+        unit = load_factor(x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k, options)
     acc = ()
     for i in tl.static_range(len(options.values.chunks)):
         acc = acc + (tl.full([options.tiles.rows, options.values.chunks[i].width], 0.0, tl.float32),)
     m = tl.full([options.tiles.rows], float("-inf"), tl.float32)
     l = tl.full([options.tiles.rows], 0.0, tl.float32)
-    state = State(m, l, program.k.to(tl.float32) * 0.0, acc)
+    state = State(m, l, unit, acc)
     for i in range(program.full_start, program.full_stop):
         state = attend(x, n, program, q, factor, biases, masks, state, i * options.tiles.bk, options, False)
     if options.has_value_factor:
@@ -76,9 +76,9 @@ def attnops_ragged(x, n, options: tl.constexpr):
         tile = tl.where(j < before, program.first + j, program.full_stop + j - before)
         state = attend(x, n, program, q, factor, biases, masks, state, tile * options.tiles.bk, options, True)
     if x.part is not None:
-        store_partial(x, n, program, state, value_factor, options)
+        store_partial(x, n, program, state, options)
     else:
-        store_result(x, n, program, state, value_factor, options)
+        store_result(x, n, program, state, options)
 
 
 @triton.jit
@@ -165,25 +165,19 @@ def load_queries(x, n, program, options: tl.constexpr):
 @triton.jit
 def load_factor(scales, k, options: tl.constexpr):
     """The scale of a head, or of all."""
-    if options.scales == "head":
-        scales = scales + k
-    return tl.load(scales)
+    return tl.load(scales + k if options.scales == "head" else scales)
 
 
 @triton.jit
-def attend(
-    x, n, program, q, factor, biases, masks, state, start, options: tl.constexpr, masked: tl.constexpr
-):  # fmt: skip
+def attend(x, n, program, q, factor, biases, masks, state, start, options: tl.constexpr, masked: tl.constexpr):
     """The `State` after the tile of keys from the slot ``start`` on."""
     tile = locate_tile(x, n, program.row, start, options, not masked)
     kx = tile.slot
-    if masked:
-        if not options.is_even:
-            kx = tl.minimum(kx, n.S - 1)
+    if masked and not options.is_even:
+        kx = tl.minimum(kx, n.S - 1)
     if options.is_packed:
         kx = kx + program.row * n.S
     biases = load_values(x.bias, options.biases, program, kx, biases, n, options, True)
-    ok = None
     seen = None
     if masked:
         masks = load_values(x.mask, options.masks, program, kx, masks, n, options, True)
@@ -219,10 +213,9 @@ def attend(
 
     if options.is_latent:
         v = k
-    elif options.is_joined:
-        v = load_tokens(tokens.key, options.values, tile, program.k, seen, options, masked)
     else:
-        v = load_tokens(tokens.value, options.values, tile, program.k, seen, options, masked)
+        values = tokens.key if options.is_joined else tokens.value
+        v = load_tokens(values, options.values, tile, program.k, seen, options, masked)
     unit = state.unit
     if options.by_token:
         if not options.is_latent:

@@ -14,7 +14,7 @@ LN2 = tl.constexpr(_LN2)
 
 
 @triton.jit
-def store_partial(x, n, program, state, value_factor, options: tl.constexpr):
+def store_partial(x, n, program, state, options: tl.constexpr):
     """Store a split, all float32: the sums before the division, the maximum, and the denominator.
 
     The arrays are [items, kv heads, tiles of heads, splits, rows, …]. A row that sees no key stores only its
@@ -27,22 +27,20 @@ def store_partial(x, n, program, state, value_factor, options: tl.constexpr):
     for i in tl.static_range(len(options.values.chunks)):
         chunk: tl.constexpr = options.values.chunks[i]
         target = x.part + at[:, None] * options.Dv + columns_of(chunk)
-        tl.store(target, unscaled(state, i, value_factor, options), mask=mask_of(chunk, state.l != 0.0))
+        tl.store(target, unscaled(state, i, options), mask=mask_of(chunk, state.l != 0.0))
 
 
 @triton.jit
-def unscaled(state, i: tl.constexpr, value_factor, options: tl.constexpr):
+def unscaled(state, i: tl.constexpr, options: tl.constexpr):
     """A chunk of the sums, multiplied by the values' scales."""
     acc = state.acc[i]
-    if options.has_unit:
+    if options.has_unit or options.has_value_factor:
         acc = acc * state.unit
-    if options.has_value_factor:
-        acc = acc * value_factor
     return acc
 
 
 @triton.jit
-def store_result(x, n, program, state, value_factor, options: tl.constexpr):
+def store_result(x, n, program, state, options: tl.constexpr):
     """Divide by the denominator, sinks included, and store output and logsumexp."""
     scaling, seen_any, lse = denominator(x, state.m, state.l, program.hr, options)
     stored = program.real
@@ -50,7 +48,7 @@ def store_result(x, n, program, state, value_factor, options: tl.constexpr):
         stored = stored & seen_any
     at, at_lse = output_rows(n, program.b, program.qr, program.hr, options)
     for i in tl.static_range(len(options.values.chunks)):
-        out = unscaled(state, i, value_factor, options) * scaling[:, None]
+        out = unscaled(state, i, options) * scaling[:, None]
         chunk: tl.constexpr = options.values.chunks[i]
         tl.store(x.out + at[:, None] * options.Dv + columns_of(chunk), out, mask=mask_of(chunk, stored))
     if x.lse is not None:
@@ -122,8 +120,9 @@ def attnops_ragged_merge(x, n, options: tl.constexpr):
         stored = stored & (g < options.G)
     if options.is_packed:
         stored = stored & seen_any
-    columns = tl.arange(0, options.merged_dims)
-    acc = tl.full([options.merged_dims], 0.0, tl.float32)
+    dims: tl.constexpr = triton.next_power_of_2(options.Dv)
+    columns = tl.arange(0, dims)
+    acc = tl.full([dims], 0.0, tl.float32)
     # A fixed number of splits at a time, in order, so that a row's result does not depend on the rest of the batch.
     for turn in range(0, options.merged // 16):
         some = turn * 16 + tl.arange(0, 16)

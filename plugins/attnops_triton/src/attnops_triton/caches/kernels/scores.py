@@ -11,9 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def load_values(
-    pointers, values: tl.constexpr, program, kx, before, n, options: tl.constexpr, by_key: tl.constexpr
-):  # fmt: skip
+def load_values(pointers, values: tl.constexpr, program, kx, before, n, options: tl.constexpr, by_key: tl.constexpr):
     """The values of a mask or bias, each of which broadcasts to a tile.
 
     With ``by_key`` those that vary by key, and the others from ``before``; else 0 for those that vary by key.

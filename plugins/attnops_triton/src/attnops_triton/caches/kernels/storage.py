@@ -89,8 +89,4 @@ def load_tokens(array, features: tl.constexpr, tile, k, seen, options: tl.conste
 def load_scales(scales, tile, k, seen, options: tl.constexpr, guarded: tl.constexpr):
     """The scales of a tile's keys or values, [bk]."""
     at = scales + (tile.block * options.K + k) * tile.slots + tile.within
-    if guarded:
-        loaded = tl.load(at, mask=seen, other=0.0)
-    else:
-        loaded = tl.load(at)
-    return loaded
+    return tl.load(at, mask=seen, other=0.0) if guarded else tl.load(at)

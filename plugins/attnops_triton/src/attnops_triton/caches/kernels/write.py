@@ -40,8 +40,9 @@ def write_tokens(x, n, program, options: tl.constexpr):
 @triton.jit
 def write_features(target, at, new, source, features: tl.constexpr):
     """Store one token."""
-    columns = tl.arange(0, features.size)
-    if features.size > features.width:
+    size: tl.constexpr = triton.next_power_of_2(features.width)
+    columns = tl.arange(0, size)
+    if size > features.width:
         token = tl.load(new + source * features.width + columns, mask=columns < features.width)
         tl.store(target + at * features.width + columns, token, mask=columns < features.width)
     else:

@@ -71,15 +71,15 @@ def full_row() -> Callable[[], None]:
     return check
 
 
-VALUE_FACTOR = "x.key_scale if options.is_latent else x.value_scale, program.k"
+VALUE_FACTOR = "x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k"
 QUICK = {
     "a page is read one too far": (WINDOW, "page = slot // options.page", "page = slot // options.page + 1"),
     "masked scores are not": (WINDOW, 's = tl.where(ok, s, float("-inf"))', "pass"),
     "a split is left out of the denominator": (PACKED, "mask=each < n.splits,", "mask=each < n.splits - 1,"),
     "a split is left out of the sums": (PACKED, "mask=some < n.splits,", "mask=some < n.splits - 1,"),
-    "scales of keys are those of another head": (PACKED, "(key_scales, tile, program.k,", "(key_scales, tile, 0,"),
+    "scales of keys are those of another head": (PACKED, "key_scale, tile, program.k,", "key_scale, tile, 0,"),
     "scales of values are those of another token": (
-        PACKED, "(value_scales, tile,", "(value_scales, tile._replace(within=tile.within // 2 * 2),"
+        PACKED, "(tokens.value_scale, tile,", "(tokens.value_scale, tile._replace(within=tile.within // 2 * 2),"
     ),
     "scales by head are those of the first": (STEP, VALUE_FACTOR, f"{VALUE_FACTOR} * 0"),
     "the last tile has no end": (STEP, "ok = (tile.slot < n.S)[None, :] & ok", "pass"),
@@ -92,7 +92,7 @@ SLOW = {
     "the window begins a token late": (WINDOW, ">= values[2]", "> values[2]"),
     "the sink is another head's": (WINDOW, "x.sinks + hr", "x.sinks + hr * 0"),
     "padding gets an output": (PACKED, "stored = stored & seen_any", "pass"),
-    "scales are left out": (STEP, "acc = acc * value_factor", "pass"),
+    "scales are left out": (STEP, "acc = acc * state.unit", "pass"),
     "a new token is written a slot early": (STEP, "* n.S + slot", "* n.S + slot - 1"),
     "a new token is read before it is written": (STEP, "range(first, stop)", "range(first, first)"),
 }

@@ -7,13 +7,12 @@ keys.
 
 1. `limits`: the calls that are refused, with reasons.
 2. `plan`: everything static about a call; `tile_sizes` chooses tiles and the number of splits.
-3. `operands`: the arrays of masks and biases; `schedule`: which tiles of keys each item reads, and which of them need
-    no mask.
-4. `options`: the parameters of the kernels, which are functions in Triton's language; what a call does not need is left
-   out by compile-time conditions. Masks and scores are functions that `language.translate` makes.
-5. `kernel`: the attention kernel; `storage` loads keys and values through the page table, `codec` decodes them,
-   `scores` has soft cap, bias and mask, `write` puts a step's new tokens into the cache before they are read.
-6. `result`: what it stores, and the kernel that merges the partial softmaxes of splits, in float32, as
+3. `operands`: the arrays of a call; `schedule`: which tiles of keys each item reads, and which of them need no mask.
+4. `kernels.attention`: the kernel, a function in Triton's language with three parameters: arrays and sizes
+   (`parameters`), and `plan.KernelOptions`, by which the compiler leaves out what a call does not need. `storage` loads
+   keys and values through the page table, `codec` decodes them, `scores` has soft cap, bias and mask, `write` puts a
+   step's new tokens into the cache before they are read. Masks and scores are functions of `language.translate`.
+5. `kernels.result`: what it stores, and the kernel that merges the partial softmaxes of splits, in float32, as
    `attnops.softmax` does.
-7. `attention` calls these.
+6. `attention` calls these.
 """

@@ -13,18 +13,19 @@ from jax import lax
 from attnops.kernels import FlashCall, describe, one_by_one
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import without_table
-from attnops_triton.caches.kernel import attnops_ragged
-from attnops_triton.caches.operands import fitted, item_arrays, score_arrays, store_arrays, strides
-from attnops_triton.caches.options import Arrays, Sizes, options_of
-from attnops_triton.caches.plan import CachePlan
-from attnops_triton.caches.result import attnops_ragged_merge
+from attnops_triton.caches import operands
+from attnops_triton.caches.kernels.attention import attnops_ragged
+from attnops_triton.caches.kernels.codec import assembly
+from attnops_triton.caches.kernels.result import attnops_ragged_merge
+from attnops_triton.caches.parameters import Arrays, Sizes, Tokens
+from attnops_triton.caches.plan import CachePlan, features
 from attnops_triton.caches.schedule import schedule
 from attnops_triton.caches.tile_sizes import choose, current_splits, rows_of, split_count
-from attnops_triton.caches.write import ARRAYS, token_arrays
 from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.launch import launch_any
 from attnops_triton.language.source import KernelFunction
+from attnops_triton.language.translate import mask_function, score_function
 from attnops_triton.targets import current
 
 CacheType = TypeVar("CacheType", bound=StoredCache)
@@ -35,20 +36,17 @@ def cached_attention(
 ) -> tuple[jax.Array, jax.Array | None, CacheType]:
     """The output [B, T, H, Dv], the logsumexp float32 [B, H, T] or None, and the cache with the new tokens.
 
-    Args:
-        call: the call with slots as keys; its key and value have shape and dtype only.
-        cache: the cache.
-        wants_lse: whether the logsumexp is returned.
-        new: the tokens to write and the slots of each row's (`attnops_caches.NewTokens`); None to write none.
+    ``call`` has slots as keys; its key and value have shape and dtype only.
     """
     assert call.mask is not None
     given = call.mask
-    call = fitted(call.replace(mask=without_table(given)[0]))
+    call = operands.fitted(call.replace(mask=without_table(given)[0]))
     plan = make_plan(call, cache, wants_lse, 0 if new is None else call.query.shape[1])
-    arrays = {"q": call.query} | store_arrays(cache) | score_arrays(plan, call)
-    arrays |= item_arrays(schedule(plan, given, cache.lengths, new))
+    arrays = {"q": call.query} | operands.store_arrays(cache) | operands.score_arrays(plan, call)
+    items = schedule(plan, given, cache.lengths, new)
+    arrays |= {name: x for name, x in items._asdict().items() if x is not None}
     if new is not None:
-        arrays |= token_arrays(cache, new)
+        arrays |= operands.token_arrays(cache, new)
     results = _run(plan, arrays)
     if new is not None:
         written = {name: results[f"{name}_out"].reshape(getattr(cache.store, name).shape) for name in new.tokens}
@@ -65,22 +63,28 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
     keys = cache.batch * S if is_packed else S
     scoring = describe((T, keys), call.mask, call.bias, call.logits_soft_cap, 0.0, call.sinks is not None, by_row=True)
     arch = "" if metadata.interpret else current() or device_arch()
-    stored = jnp.dtype(store.layout.stored_dtype)
+    stored = jnp.dtype(store.layout.stored_dtype).name
     dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(cache.codec))
     in_order = is_packed and current_splits() > 0
     # Tile sizes must not depend on T then: products of other sizes may be summed in another order.
     rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(cache.codec), arch)
     tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
+    content = store.layout.content
+    key_features, value_features = features(D, Dv, store.layout.width, content, dtype)
+    new_blocks = 1 if writes == 1 or not page else (writes - 1) // page + 2
     plan = CachePlan(
-        B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, is_packed=is_packed, in_order=in_order,
-        page=page, pages=pages, blocks=store.own_blocks, width=store.layout.width,
-        is_joined=store.layout.content == "joined", is_latent=store.layout.content == "latent", stored=stored.name,
+        B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, keys=key_features, values=value_features, tiles=tiles,
+        is_even=S % tiles.bk == 0, is_packed=is_packed, in_order=in_order, page=page, pages=pages,
+        blocks=store.own_blocks, is_joined=content == "joined", is_latent=content == "latent", stored=stored,
         scales="" if cache.codec is None else cache.codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
-        tiles=tiles, writes=writes, scale=call.scale, tf32=metadata.precision == lax.Precision.DEFAULT,
-        scoring=scoring, wants_lse=wants_lse, arch=arch, interpret=metadata.interpret,
+        assembly=assembly(stored, dtype, arch), scale=float(call.scale),
+        tf32=metadata.precision == lax.Precision.DEFAULT, new_blocks=new_blocks if writes else 0,
+        mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense),
+        score=score_function(scoring.bias, scoring.cap), masks=operands.values_of(scoring.mask),
+        biases=operands.values_of(scoring.bias),
+        has_bias=scoring.has_bias, scoring=scoring, wants_lse=wants_lse, arch=arch, interpret=metadata.interpret,
     )  # fmt: skip
-    splits = split_count(arch, plan.items * K * plan.head_blocks, plan.nk)
-    return dataclasses.replace(plan, tiles=dataclasses.replace(tiles, splits=splits))
+    return dataclasses.replace(plan, splits=split_count(arch, plan.items * K * plan.head_blocks, plan.nk))
 
 
 def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
@@ -93,54 +97,53 @@ def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
 @one_by_one
 def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The outputs by name: "out", "lse" if wanted, and "key_out", … for the arrays of the cache that are written."""
-    written = [name for name in ARRAYS if f"new_{name}" in arrays]
-    is_split = plan.tiles.splits > 1
+    written = [name for name in Tokens._fields if f"new_{name}" in arrays]
+    is_split = plan.splits > 1
     outputs = _partial_outputs(plan) if is_split else _outputs(plan)
     aliases = {} if is_split else _initialised(plan, arrays)
-    outputs |= {f"{name}_out": _like(arrays[name]) for name in written}
+    outputs |= {f"{name}_out": jax.ShapeDtypeStruct((x := arrays[name]).shape, x.dtype) for name in written}
     aliases |= {f"{name}_out": name for name in written}
     programs = plan.items * plan.K * plan.head_blocks
-    results = _launch(plan, attnops_ragged, arrays, outputs, programs * plan.tiles.splits, aliases)
+    results = _launch(plan, 0, arrays, outputs, programs * plan.splits, aliases)
     if not is_split:
         return results
     names = ("tile", "row", "sinks")
     given = {name: results.pop(name) for name in _partial_outputs(plan)} | {x: arrays[x] for x in names if x in arrays}
     aliases, outputs = _initialised(plan, given), _outputs(plan)
     rows = programs * plan.bq * plan.heads
-    return results | _launch(plan, attnops_ragged_merge, given, outputs, rows, aliases)
+    merged = max(16, 1 << (plan.splits - 1).bit_length())
+    return results | _launch(plan, merged, given, outputs, rows, aliases)
 
 
 def _launch(
-    plan: CachePlan, function: Any, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct],
+    plan: CachePlan, merged: int, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct],
     programs: int, aliases: dict[str, str],
 ) -> dict[str, jax.Array]:  # fmt: skip
-    kernel, sizes = _kernel(plan, function, arrays, outputs)
-    operands = [Operand(name, arrays[name]) for name in kernel.pointers if name in arrays]
+    """Run the kernel that merges this many splits, or for 0 the one that computes attention."""
+    names = [*arrays, *outputs]
+    named: dict[str, Any] = {name: name for name in names if name in Arrays._fields}
+    for group, text in {"stored": "{}", "new": "new_{}", "written": "{}_out"}.items():
+        tokens = map(text.format, Tokens._fields)
+        named[group] = Tokens(*(name if name in names else None for name in tokens))
+    for group in ("mask", "dense", "bias"):
+        named[group] = tuple(x for x in names if re.fullmatch(rf"{group}\d+", x))
+    sizes = {name: getattr(plan, name) for name in Sizes._fields if name not in Sizes._field_defaults}
+    fields: dict[str, Any] = {name: name for name in sizes}
+    strides = {name: (f"{name}_b", f"{name}_h") for name in names if name in (*named["dense"], "array")}
+    for name, pair in strides.items():
+        batch, heads = arrays[name].shape[:2]
+        sizes |= zip(pair, (heads * (batch > 1), int(heads > 1)), strict=True)
+    if not all(0 <= value < 1 << 31 for value in sizes.values()):
+        raise ValueError(f"{sizes} must be integers of 32 bits")
+    fields |= {"dense": tuple(strides[x] for x in named["dense"]), "array": strides.get("array")}
+    function = attnops_ragged_merge if merged else attnops_ragged
+    kernel = KernelFunction(function, Arrays(**named), Sizes(**fields), plan.options(merged))
+    inputs = [Operand(name, arrays[name]) for name in kernel.pointers if name in arrays]
     outputs = {name: outputs[name] for name in kernel.pointers if name in outputs}
     bits = ("key", "value", "key_out", "value_out", "new_key", "new_value")
     stored = {} if plan.scales else dict.fromkeys(bits, plan.stored)
     integers = tuple(sizes[name] for name in kernel.integers)
-    return launch_any(plan, plan.tiles, kernel, integers, operands, outputs, programs, frozenset(), aliases, stored)
-
-
-def _kernel(
-    plan: CachePlan, function: Any, arrays: dict[str, jax.Array], outputs: dict[str, jax.ShapeDtypeStruct]
-) -> tuple[KernelFunction, dict[str, int]]:
-    """A kernel, and its integers by name."""
-    names = [*arrays, *outputs]
-    groups = {group: tuple(x for x in names if re.fullmatch(rf"{group}\d+", x)) for group in ("mask", "dense", "bias")}
-    single: dict[str, Any] = {name: name for name in names if name in Arrays._fields}
-    sizes = {name: getattr(plan, name) for name in ("T", "S", "nq", "items", "pages", "blocks")}
-    sizes |= {"keys": plan.key_axis, "splits": plan.tiles.splits}
-    by_score = [*groups["dense"], *(x for x in names if x == "array")]
-    pairs = {name: (f"{name}_b", f"{name}_h") for name in by_score}
-    for name, pair in pairs.items():
-        sizes |= zip(pair, strides(arrays[name]), strict=True)
-    if not all(0 <= value < 1 << 31 for value in sizes.values()):
-        raise ValueError(f"{sizes} must be integers of 32 bits")
-    fields = {name: name for name in Sizes._fields if name in sizes}
-    given = Sizes(**fields, dense=tuple(pairs[x] for x in groups["dense"]), array=pairs.get("array"))
-    return KernelFunction(function, Arrays(**single, **groups), given, options_of(plan)), sizes
+    return launch_any(plan, plan.tiles, kernel, integers, inputs, outputs, programs, frozenset(), aliases, stored)
 
 
 def _outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
@@ -150,7 +153,7 @@ def _outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _partial_outputs(plan: CachePlan) -> dict[str, jax.ShapeDtypeStruct]:
-    shape = plan.items, plan.K, plan.head_blocks, plan.tiles.splits, plan.tiles.rows
+    shape = plan.items, plan.K, plan.head_blocks, plan.splits, plan.tiles.rows
     return {"part": _float32(*shape, plan.Dv), "part_m": _float32(*shape), "part_l": _float32(*shape)}
 
 
@@ -168,7 +171,3 @@ def _initialised(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, str
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import triton.language as tl
 
-from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
-from attnops.masks import Dense, Mask
-from attnops_caches import PagedCache, StoredCache
-from attnops_triton.caches.plan import CachePlan
-from attnops_triton.caches.schedule import ItemSchedule
+from attnops.kernels import Elementwise, FlashCall, elementwise_bias, of_bias, of_mask
+from attnops.masks import Dense
+from attnops_caches import NewTokens, PagedCache, StoredCache
+from attnops_triton.caches.parameters import Tokens
+from attnops_triton.caches.plan import CachePlan, Value
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.language.translate import PRIMITIVES
 
@@ -20,18 +21,12 @@ def fitted(call: FlashCall) -> FlashCall:
     """The call, with arrays of all scores in place of masks and biases that can't be translated to Triton."""
     mask, bias, shape = call.mask, call.bias, call.scores_shape
     if mask is not None and not is_translatable(mask):
-        mask = dense(mask, shape)
+        mask = Dense(jnp.broadcast_to(mask.dense(*shape), shape)).bind(*shape)
     if bias is not None and not of_bias(bias)[0].primitives <= PRIMITIVES:
         bias = bias.array(*shape)  # of an `attnops_caches.scores.SlotBias`
     if call.metadata.interpret:
         mask, bias = jax.tree.map(_widened, (mask, bias))
     return call.replace(mask=mask, bias=bias)
-
-
-def dense(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
-    """A bound mask as an array."""
-    B, H, T, S = shape
-    return Dense(jnp.broadcast_to(mask.dense(*shape), (B, H, T, S))).bind(*shape)
 
 
 def _widened(x: Any) -> Any:
@@ -43,7 +38,7 @@ def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
     """The kernel's arrays for mask, bias and sinks, by parameter."""
     shape = (1 if plan.is_packed else plan.B), plan.H, plan.T, plan.key_axis
     found: dict[str, jax.Array] = {}
-    if plan.scoring.mask is not None:
+    if plan.mask is not None:
         function, leaves, given = of_mask(call.mask, by_row=True)  # type: ignore[arg-type]
         found |= {f"mask{i}": _in_32_bits(x) for i, x in enumerate(function.compute(leaves, shape))}
         found |= {f"dense{i}": jnp.asarray(x).astype(jnp.int8) for i, x in enumerate(given)}
@@ -55,9 +50,13 @@ def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
     return found | ({} if call.sinks is None else {"sinks": call.sinks.astype(jnp.float32)})
 
 
-def strides(x: jax.Array) -> tuple[int, int]:
-    """The strides of an array [B or 1, H or 1, T, S]: by batch and by head, counted in rows of S keys."""
-    return x.shape[1] * (x.shape[0] > 1), int(x.shape[1] > 1)
+def values_of(function: Elementwise | None) -> tuple[Value, ...]:
+    """The values of a mask or of a bias."""
+    if function is None:
+        return ()
+    dtypes = [tl.int1 if x == jnp.bool_ else getattr(tl, jnp.dtype(x).name) for x in function.dtypes]
+    given = zip(function.values, dtypes, strict=True)
+    return tuple(Value("b" in axes, "h" in axes, "q" in axes, "kv" in axes, dtype) for axes, dtype in given)
 
 
 def _in_32_bits(x: jax.Array) -> jax.Array:
@@ -69,12 +68,14 @@ def _in_32_bits(x: jax.Array) -> jax.Array:
 def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     """The arrays of the cache, the number of their first block, and the table of pages."""
     store = cache.store.flat()
-    named = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")}
+    named = {name: getattr(store, name) for name in Tokens._fields}
     found = {name: x for name, x in named.items() if x is not None}
     found["base"] = jnp.asarray(store.base, jnp.int32)[None]
     return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
 
 
-def item_arrays(items: ItemSchedule) -> dict[str, jax.Array]:
-    """The schedule's arrays."""
-    return {name: x for name, x in items._asdict().items() if x is not None}
+def token_arrays(cache: StoredCache, new: NewTokens) -> dict[str, jax.Array]:
+    """The new tokens, the slot of each row's first one, how many of them fit, and their blocks."""
+    found = {f"new_{name}": x for name, x in new.tokens.items()}
+    blocks = (new.blocks + cache.store.base).astype(jnp.int32)
+    return found | {"new_first": new.first, "new_size": new.size, "new_blocks": blocks}

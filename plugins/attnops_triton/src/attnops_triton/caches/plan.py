@@ -1,26 +1,32 @@
-"""`CachePlan`: everything static about a call over a cache. The kernels depend on nothing else."""
+"""Everything static about a call over a cache: `CachePlan`, and `KernelOptions`, on which the kernels' code depends."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from attnops.kernels import Scoring
-from attnops_triton.flash.plan import cdiv, head_dim_chunks
+from attnops_triton.flash.plan import LOG2E, cdiv, head_dim_chunks
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of a mask or of a bias, an array [B or 1, H or 1, T or S or 1]: its axes, and Triton's dtype."""
+
+    by_batch: bool
+    by_head: bool
+    by_query: bool
+    by_key: bool
+    dtype: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadDimChunk:
-    """Consecutive features that are one operand of a product, whose width is a power of two.
+    """Consecutive features that are one operand of a product."""
 
-    Attributes:
-        start: the first feature.
-        width: the number of features, including the zeros from ``stop`` on; a power of two.
-        stop: one past the last feature.
-    """
-
-    start: int
-    width: int
-    stop: int
+    start: int  # the first feature
+    width: int  # the number of features, including the zeros from ``stop`` on; a power of two
+    stop: int  # one past the last feature
 
     @property
     def is_padded(self) -> bool:
@@ -29,84 +35,57 @@ class HeadDimChunk:
 
 
 @dataclasses.dataclass(frozen=True)
-class CacheTileSizes:
-    """Tile sizes of a call over a cache, and how its kernel is compiled.
+class Features:
+    """The features of keys or of values in an array of the cache."""
 
-    Attributes:
-        rows: rows of a tile of scores, a power of two: queries times the query heads of a kv head.
-        bk: keys per tile, a power of two.
-        warps: warps per program.
-        stages: stages of the software pipeline.
-        splits: programs that share the keys of an item.
-        registers: the most registers per thread; 0 leaves the number to the assembler.
-    """
-
-    rows: int
-    bk: int
-    warps: int
-    stages: int
-    splits: int = 1
-    registers: int = 0
+    chunks: tuple[HeadDimChunk, ...]
+    first: int  # the first of them in a token of the array
+    width: int  # features of a token in the array
 
 
 @dataclasses.dataclass(frozen=True)
-class CachePlan:
-    """Shapes, tiles and options of a call; hashable.
+class CacheTileSizes:
+    """Tile sizes of a call over a cache, and how its kernel is compiled."""
 
-    Attributes:
-        B, T, S: rows of the cache; queries per row, or of all packed rows; slots per row.
-        H, K, D, Dv: query heads, kv heads, and head dims of keys and values.
-        is_packed: whether the queries of all rows are packed in one; then masks and biases have batch 1 and B · S keys.
-        in_order: whether each row's length alone decides its splits, so that a row's result does not depend on the rows
-            with which it shares a tile of queries.
-        page: slots per page; 0 for a storage without pages.
-        pages: the most pages per row.
-        blocks: the number of pages of the cache; for a storage without pages, of rows.
-        width: features of a token in the array of keys.
-        is_joined: whether values are the last Dv features of the array of keys.
-        is_latent: whether values are the first Dv features of keys.
-        stored: the name of the dtype of stored tokens.
-        scales: what shares a scale: "token_head" (one per token and head), "head" or "tensor"; empty for tokens that
-            are not quantised.
-        dtype: the name of the dtype of products' operands.
-        out_dtype: the name of the output's dtype.
-        tiles: rows and keys per tile, warps, stages, splits and registers.
-        writes: the most new tokens per row that the kernel writes; 0 for none.
-        scale: the softmax scale.
-        tf32: whether products of float32 may be rounded to TF32.
-        scoring: the mask, bias, soft cap and sinks of the call, without their arrays.
-        wants_lse: whether the call returns the logsumexp.
-        arch: the architecture to compile for; empty for this machine's GPU.
-        interpret: whether kernels run in Triton's interpreter.
-    """
+    rows: int  # rows of a tile of scores, a power of two: queries times the query heads of a kv head
+    bk: int  # keys per tile, a power of two
+    warps: int  # warps per program
+    stages: int  # stages of the software pipeline
+    registers: int = 0  # the most registers per thread; 0 leaves the number to the assembler
 
-    B: int
-    T: int
-    S: int
-    H: int
-    K: int
-    D: int
-    Dv: int
-    is_packed: bool
-    in_order: bool
-    page: int
-    pages: int
-    blocks: int
-    width: int
-    is_joined: bool
-    is_latent: bool
-    stored: str
-    scales: str
-    dtype: str
-    out_dtype: str
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """The third parameter, a `tl.constexpr`. It has no lengths, so that one program serves all of them."""
+
+    H: int  # query heads
+    K: int  # kv heads
+    D: int  # head dim of keys
+    Dv: int  # head dim of values
+    keys: Features
+    values: Features
     tiles: CacheTileSizes
-    writes: int
-    scale: float
-    tf32: bool
-    scoring: Scoring
-    wants_lse: bool
-    arch: str = ""
-    interpret: bool = False
+    is_even: bool  # whether no tile reaches beyond a row's last slot
+    is_packed: bool  # whether queries of all rows are packed in one; masks and biases then have batch 1 and B · S keys
+    # Whether each row's length alone decides its splits, so that a row's result does not depend on the rows with which
+    # it shares a tile of queries.
+    in_order: bool
+    page: int  # slots per page; 0 for a storage without pages
+    is_joined: bool  # whether values are the last Dv features of the array of keys
+    is_latent: bool  # whether values are the first Dv features of keys
+    stored: str  # the dtype of stored tokens
+    scales: str  # what shares a scale: "token_head" (one per token and head), "head" or "tensor"; empty for no scales
+    assembly: str | None  # the PTX that converts four stored numbers; None to convert one at a time
+    dtype: str  # the dtype of products' operands
+    scale: float  # the softmax scale
+    tf32: bool  # whether products of float32 may be rounded to TF32
+    mask: Any  # functions of `language.translate`; None for none
+    score: Any
+    masks: tuple[Value, ...]  # the values of the mask and of the bias
+    biases: tuple[Value, ...]
+    has_bias: bool
+    new_blocks: int  # blocks per row in which new tokens may lie; 0 if none are written
+    merged: int = 0  # in the kernel that merges splits: a power of two that is not below their number
 
     @property
     def G(self) -> int:
@@ -127,6 +106,75 @@ class CachePlan:
     def bq(self) -> int:
         """Queries per tile."""
         return self.tiles.rows // self.heads
+
+    @property
+    def by_page(self) -> bool:
+        """Whether a tile of keys lies in one page."""
+        return self.page > 0 and self.page % self.tiles.bk == 0
+
+    @property
+    def by_token(self) -> bool:
+        """Whether each token and head has a scale."""
+        return self.scales == "token_head"
+
+    @property
+    def has_value_factor(self) -> bool:
+        """Whether the sums are multiplied by one scale of values."""
+        return bool(self.scales) and not self.by_token
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether each row of queries is multiplied by a power of two, so that float16 can hold it."""
+        return bool(self.scales) and self.dtype == "float16"
+
+    @property
+    def has_unit(self) -> bool:
+        """Whether weights, times scales of values, are divided by the largest scale, so that float16 can hold them."""
+        return self.by_token and self.scales_queries
+
+    @property
+    def scales_first(self) -> bool:
+        """Whether scores are multiplied by the scale before the softmax, so that ``score_unit`` is 1."""
+        return bool(self.scales) or self.score is not None or self.has_bias or not 1e-20 < self.scale < 1e20
+
+    @property
+    def score_unit(self) -> float:
+        """What scores are multiplied by inside the exponential of base e."""
+        return 1.0 if self.scales_first else self.scale
+
+    @property
+    def unit(self) -> float:
+        """What scores are multiplied by inside the exponential of base 2."""
+        return self.score_unit * LOG2E
+
+    @property
+    def operand(self) -> Any:
+        """Triton's dtype of products' operands."""
+        import triton.language as tl
+
+        return getattr(tl, self.dtype)
+
+    @property
+    def precision(self) -> str | None:
+        """The precision of products; None for the default."""
+        return None if self.dtype != "float32" else "tf32" if self.tf32 else "ieee"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachePlan(KernelOptions):
+    """The options of a call's kernels, and what their code does not depend on; hashable."""
+
+    B: int  # rows of the cache
+    T: int  # queries per row, or of all packed rows
+    S: int  # slots per row
+    pages: int  # the most pages per row
+    blocks: int  # pages of the cache; for a storage without pages, rows
+    splits: int = 1  # programs that share the keys of an item
+    out_dtype: str
+    scoring: Scoring  # the mask, bias, soft cap and sinks of the call, without their arrays
+    wants_lse: bool  # whether the call returns the logsumexp
+    arch: str = ""  # the architecture to compile for; empty for this machine's GPU
+    interpret: bool = False  # whether kernels run in Triton's interpreter
 
     @property
     def nq(self) -> int:
@@ -150,43 +198,24 @@ class CachePlan:
         """Keys of masks and biases."""
         return self.B * self.S if self.is_packed else self.S
 
-    @property
-    def is_even(self) -> bool:
-        """Whether no tile reaches beyond a row's last slot."""
-        return self.S % self.tiles.bk == 0
+    def options(self, merged: int = 0) -> KernelOptions:
+        """The options of the kernel that computes attention, or of the one that merges splits."""
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(KernelOptions)}
+        # One program that merges serves several kernels that compute attention.
+        unused = {"mask": None, "masks": (), "page": 0, "is_even": True, "new_blocks": 0, "merged": merged}
+        return KernelOptions(**fields | (unused if merged else {}))
 
-    @property
-    def by_page(self) -> bool:
-        """Whether a tile of keys lies in one page."""
-        return self.page > 0 and self.page % self.tiles.bk == 0
 
-    @property
-    def scales_queries(self) -> bool:
-        """Whether each row of queries is multiplied by a power of two, so that float16 can hold it."""
-        return bool(self.scales) and self.dtype == "float16"
+def features(D: int, Dv: int, width: int, content: str, dtype: str) -> tuple[Features, Features]:
+    """The features of keys and of values in arrays with ``width`` features per token and such a
+    `attnops_caches.TokenLayout.content`; in a latent cache those of keys that are also the value come first.
+    """
 
-    @property
-    def scales_first(self) -> bool:
-        """Whether scores are multiplied by the scale before the softmax, so that ``score_unit`` is 1."""
-        return bool(self.scales) or self.scoring.has_cap_or_bias or not 1e-20 < self.scale < 1e20
+    def chunks(first: int, stop: int) -> tuple[HeadDimChunk, ...]:
+        found = head_dim_chunks(stop - first, 64 if dtype == "float32" else 512)
+        return tuple(HeadDimChunk(first + start, size, stop) for start, size in found)
 
-    @property
-    def score_unit(self) -> float:
-        """What the kernel's scores are multiplied by inside the exponential."""
-        return 1.0 if self.scales_first else self.scale
-
-    @property
-    def key_chunks(self) -> list[HeadDimChunk]:
-        """The chunks of keys; in a latent cache those that are also the value come first."""
-        if not self.is_latent:
-            return self._chunks(0, self.D)
-        return self._chunks(0, self.Dv) + self._chunks(self.Dv, self.D)
-
-    @property
-    def value_chunks(self) -> list[HeadDimChunk]:
-        """The chunks of values."""
-        return self._chunks(0, self.Dv)
-
-    def _chunks(self, first: int, stop: int) -> list[HeadDimChunk]:
-        widest = 64 if self.dtype == "float32" else 512
-        return [HeadDimChunk(first + start, width, stop) for start, width in head_dim_chunks(stop - first, widest)]
+    values = chunks(0, Dv)
+    keys = values + chunks(Dv, D) if content == "latent" else chunks(0, D)
+    joined = width - Dv if content == "joined" else 0
+    return Features(keys, 0, width), Features(values, joined, Dv if content == "separate" else width)

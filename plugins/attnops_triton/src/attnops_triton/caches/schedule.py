@@ -56,7 +56,7 @@ def schedule(plan: CachePlan, mask: Mask, lengths: jax.Array, new: NewTokens | N
     if plan.in_order:
         full = jnp.zeros_like(full)
     # A split is a share of the tiles up to the row's last token.
-    by_split = plan.tiles.bk * plan.tiles.splits
+    by_split = plan.tiles.bk * plan.splits
     each = (jnp.clip(lengths, 0, plan.S)[row] + by_split - 1) // by_split * plan.in_order
     return ItemSchedule(_ranges(active[pairs] & exists[:, None], full[pairs], each), row, pairs // plan.B)
 

@@ -101,13 +101,7 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
 
 
 def split_count(arch: str, programs: int, tiles: int) -> int:
-    """How many programs share the keys of an item.
-
-    Args:
-        arch: the target architecture.
-        programs: the number of programs without splits.
-        tiles: the most tiles of keys per row.
-    """
+    """How many programs share the keys of an item, for ``programs`` without splits and ``tiles`` of keys per row."""
     fixed = current_splits()
     if fixed:
         return fixed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -63,7 +64,8 @@ class KernelFunction:
         """What the code depends on, for all functions that it calls."""
         given = vars(self.options).values()
         keys = [x.cache_key for x in (self.function, *given) if hasattr(x, "cache_key")]
-        return (*keys, repr(self.arrays), repr(self.sizes), repr(self.options))
+        properties = map(_source_of, sorted(_modules(self.options)))
+        return (*keys, *properties, repr(self.arrays), repr(self.sizes), repr(self.options))
 
     @functools.cached_property
     def reachable(self) -> dict[str, Any]:
@@ -86,6 +88,19 @@ class KernelFunction:
     def text(self) -> str:
         """The source of all `reachable` functions, without decorators."""
         return "\n\n".join(x.src for x in self.reachable.values())
+
+
+def _modules(options: Any) -> set[str]:
+    """The modules of the classes of options and of their fields, whose properties are evaluated at compile time."""
+    if not dataclasses.is_dataclass(options):
+        return set()
+    names = {cls.__module__ for cls in type(options).__mro__ if cls is not object}
+    return names.union(*map(_modules, vars(options).values()))
+
+
+@functools.cache
+def _source_of(module: str) -> str:
+    return inspect.getsource(sys.modules[module])
 
 
 def _leaves(names: Any) -> Iterator[str]:

@@ -5,7 +5,6 @@ order. They also compute the gradients of the values of an elementwise bias per 
 """
 
 # Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM102
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The forward kernel: an online softmax of a tile of queries over its active tiles of keys."""
 
 # Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM102
 
 from __future__ import annotations
 

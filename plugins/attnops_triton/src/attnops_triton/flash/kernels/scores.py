@@ -5,7 +5,6 @@ and masks that are loaded by score; `product` is for others.
 """
 
 # Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM102
 
 from __future__ import annotations
 

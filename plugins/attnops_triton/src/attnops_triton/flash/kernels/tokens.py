@@ -4,7 +4,6 @@ Gluon kernels call these functions too. They make no tensors of a given shape, e
 """
 
 # Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005
 
 from __future__ import annotations
 

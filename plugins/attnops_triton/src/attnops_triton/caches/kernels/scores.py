@@ -1,11 +1,8 @@
 """Soft cap, bias and mask of a tile of scores.
 
-Parameters: ``program``, a `kernel.Program`; ``kx`` [bk], the indices of keys for masks and biases, clamped to the valid
-range.
+Parameters: ``program``, a `attention.Program`; ``kx`` [bk], the indices of keys for masks and biases, clamped to the
+valid range.
 """
-
-# Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM108
 
 from __future__ import annotations
 
@@ -14,19 +11,15 @@ import triton.language as tl
 
 
 @triton.jit
-def load_values(
-    pointers, program, kx, before, n, options: tl.constexpr, of_mask: tl.constexpr,
-    by_key: tl.constexpr,
-):  # fmt: skip
+def load_values(pointers, values: tl.constexpr, program, kx, before, n, options: tl.constexpr, by_key: tl.constexpr):
     """The values of a mask or bias, each of which broadcasts to a tile.
 
     With ``by_key`` those that vary by key, and the others from ``before``; else 0 for those that vary by key.
     """
-    values: tl.constexpr = options.masks if of_mask else options.biases
     loaded = ()
     for i in tl.static_range(len(values)):
         if values[i].by_key == by_key:
-            loaded = loaded + (load_value(pointers[i], i, program, kx, n, options, of_mask),)
+            loaded = loaded + (load_value(pointers[i], values[i], program, kx, n, options),)
         elif by_key:
             loaded = loaded + (before[i],)
         else:
@@ -35,14 +28,11 @@ def load_values(
 
 
 @triton.jit
-def load_value(
-    at, i: tl.constexpr, program, kx, n, options: tl.constexpr, of_mask: tl.constexpr
-):  # fmt: skip
-    """The value ``i`` of a mask or bias."""
-    value: tl.constexpr = options.masks[i] if of_mask else options.biases[i]
+def load_value(at, value: tl.constexpr, program, kx, n, options: tl.constexpr):
+    """A `Value` of a mask or bias."""
     count = 1
     if value.by_key:
-        count = n.keys
+        count = n.key_axis
     elif value.by_query:
         count = n.T
     if value.by_batch:
@@ -56,40 +46,31 @@ def load_value(
         at = at + program.qr[:, None]
     if value.by_key:
         at = at + kx[None, :]
-    loaded = tl.load(at)
-    if value.is_bool:
-        loaded = loaded != 0
-    elif value.dtype is not None:
-        loaded = loaded.to(value.dtype)
-    return loaded
+    return tl.load(at).to(value.dtype)
 
 
 @triton.jit
 def load_by_score(array, strides, program, kx, n):
     """A tile of an array [B or 1, H or 1, T, S]."""
     rows = (program.b * strides[0] + program.hr * strides[1]).to(tl.int64) * n.T + program.qr
-    return tl.load(array + rows[:, None] * n.keys + kx[None, :])
+    return tl.load(array + rows[:, None] * n.key_axis + kx[None, :])
 
 
 @triton.jit
-def apply_score(
-    x, n, program, s, kx, values, options: tl.constexpr
-):  # fmt: skip
+def apply_score(x, n, program, s, kx, values, options: tl.constexpr):
     """The scores with soft cap and bias."""
     if options.score is not None:
         s = options.score(s, program.b, program.hr[:, None], program.qr[:, None], kx[None, :], values)[0]
-        s = s + tl.full([options.rows, options.bk], 0.0, tl.float32)
-    if options.has_array:
+        s = s + tl.full([options.tiles.rows, options.tiles.bk], 0.0, tl.float32)
+    if x.array is not None:
         s = s + load_by_score(x.array, n.array, program, kx, n)
     return s
 
 
 @triton.jit
-def allowed(
-    x, n, program, tile, kx, values, options: tl.constexpr
-):  # fmt: skip
+def allowed(x, n, program, tile, kx, values, options: tl.constexpr):
     """True where a score is not masked, [rows, bk]."""
-    ok = program.real[:, None] & tl.full([options.rows, options.bk], 1, tl.int1)
+    ok = program.real[:, None] & tl.full([options.tiles.rows, options.tiles.bk], 1, tl.int1)
     if options.by_page:
         ok = tile.present & ok
     elif options.page > 0:

@@ -1,6 +1,4 @@
-"""What a program stores: its rows of the output, or the partial softmax of its split; and the kernel that merges
-splits.
-"""
+"""What a program stores: its rows of the output, or its split; and the kernel that merges splits."""
 
 from __future__ import annotations
 
@@ -9,76 +7,63 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max as largest
 from triton.language.standard import _sum_combine as total
 
-from attnops_triton.caches.storage import columns_of, mask_of
+from attnops_triton.caches.kernels.storage import columns_of, mask_of
 from attnops_triton.flash.plan import LN2 as _LN2
 
 LN2 = tl.constexpr(_LN2)
 
 
 @triton.jit
-def store_partial(
-    x, n, program, state, value_factor, options: tl.constexpr
-):  # fmt: skip
+def store_partial(x, n, program, state, options: tl.constexpr):
     """Store a split, all float32: the sums before the division, the maximum, and the denominator.
 
     The arrays are [items, kv heads, tiles of heads, splits, rows, …]. A row that sees no key stores only its
     denominator, 0.
     """
     tile = (program.item * options.K + program.k) * options.head_blocks + program.part
-    at = (tile.to(tl.int64) * n.splits + program.split) * options.rows + program.place
+    at = (tile.to(tl.int64) * n.splits + program.split) * options.tiles.rows + program.place
     tl.store(x.part_m + at, state.m)
     tl.store(x.part_l + at, state.l)
     for i in tl.static_range(len(options.values.chunks)):
-        target = x.part + at[:, None] * options.Dv + columns_of(i, options, False)
-        mask = mask_of(i, state.l != 0.0, options, False)
-        tl.store(target, unscaled(state, i, value_factor, options), mask=mask)
+        chunk: tl.constexpr = options.values.chunks[i]
+        target = x.part + at[:, None] * options.Dv + columns_of(chunk)
+        tl.store(target, unscaled(state, i, options), mask=mask_of(chunk, state.l != 0.0))
 
 
 @triton.jit
-def unscaled(state, i: tl.constexpr, value_factor, options: tl.constexpr):
+def unscaled(state, i: tl.constexpr, options: tl.constexpr):
     """A chunk of the sums, multiplied by the values' scales."""
     acc = state.acc[i]
-    if options.has_unit:
+    if options.has_unit or options.has_value_factor:
         acc = acc * state.unit
-    if options.has_value_factor:
-        acc = acc * value_factor
     return acc
 
 
 @triton.jit
-def store_result(
-    x, n, program, state, value_factor, options: tl.constexpr
-):  # fmt: skip
+def store_result(x, n, program, state, options: tl.constexpr):
     """Divide by the denominator, sinks included, and store output and logsumexp."""
     scaling, seen_any, lse = denominator(x, state.m, state.l, program.hr, options)
     stored = program.real
     if options.is_packed:
         stored = stored & seen_any
-    at = query_row(n, program.b, program.qr, options) * options.H + program.hr
+    at, at_lse = output_rows(n, program.b, program.qr, program.hr, options)
     for i in tl.static_range(len(options.values.chunks)):
-        out = unscaled(state, i, value_factor, options) * scaling[:, None]
-        target = x.out + at[:, None] * options.Dv + columns_of(i, options, False)
-        tl.store(target, out.to(options.out_dtype), mask=mask_of(i, stored, options, False))
-    if options.wants_lse:
-        tl.store(x.lse + lse_row(n, program.b, program.hr, program.qr, options), lse, mask=stored)
+        out = unscaled(state, i, options) * scaling[:, None]
+        chunk: tl.constexpr = options.values.chunks[i]
+        tl.store(x.out + at[:, None] * options.Dv + columns_of(chunk), out, mask=mask_of(chunk, stored))
+    if x.lse is not None:
+        tl.store(x.lse + at_lse, lse, mask=stored)
 
 
 @triton.jit
-def query_row(n, b, qr, options: tl.constexpr):
-    """The index of a query in all rows."""
+def output_rows(n, b, qr, hr, options: tl.constexpr):
+    """The indices of a query and head among the rows of the output, and of the logsumexp."""
     row = qr.to(tl.int64)
+    lse_row = hr.to(tl.int64) * n.T + qr
     if not options.is_packed:
         row = b.to(tl.int64) * n.T + qr
-    return row
-
-
-@triton.jit
-def lse_row(n, b, hr, qr, options: tl.constexpr):
-    """The index of a query's logsumexp."""
-    row = hr.to(tl.int64) * n.T + qr
-    if not options.is_packed:
-        row = (b.to(tl.int64) * options.H + hr) * n.T + qr
-    return row
+        lse_row = (b.to(tl.int64) * options.H + hr) * n.T + qr
+    return row * options.H + hr, lse_row
 
 
 @triton.jit
@@ -88,7 +73,7 @@ def denominator(x, m, l, hr, options: tl.constexpr):
     seen_any = l != 0.0
     m = tl.where(seen_any, m, 0.0)
     alpha = 1.0
-    if options.has_sinks:
+    if x.sinks is not None:
         given = tl.load(x.sinks + hr)
         sink = tl.minimum(given * (1.0 / options.score_unit), 3e38)
         m_new = tl.maximum(m, sink)
@@ -108,10 +93,8 @@ def attnops_ragged_merge(x, n, options: tl.constexpr):
     rest = tl.program_id(0)
     place = rest % (options.bq * options.heads)
     rest = rest // (options.bq * options.heads)
-    part = 0
-    if options.head_blocks > 1:
-        part = rest % options.head_blocks
-        rest = rest // options.head_blocks
+    part = rest % options.head_blocks
+    rest = rest // options.head_blocks
     k = rest % options.K
     item = rest // options.K
     if options.is_packed:
@@ -125,7 +108,7 @@ def attnops_ragged_merge(x, n, options: tl.constexpr):
     hr = k * options.G + tl.minimum(g, options.G - 1)
     first = ((item * options.K + k) * options.head_blocks + part).to(tl.int64) * n.splits
     each = tl.arange(0, options.merged)
-    at = (first + each) * options.rows + place
+    at = (first + each) * options.tiles.rows + place
     ls = tl.load(x.part_l + at, mask=each < n.splits, other=0.0)
     ms = tl.load(x.part_m + at, mask=ls != 0.0, other=float("-inf"))
     m = tl.reduce(ms, 0, largest)
@@ -137,22 +120,21 @@ def attnops_ragged_merge(x, n, options: tl.constexpr):
         stored = stored & (g < options.G)
     if options.is_packed:
         stored = stored & seen_any
-    dims: tl.constexpr = options.merged_dims
+    dims: tl.constexpr = triton.next_power_of_2(options.Dv)
     columns = tl.arange(0, dims)
     acc = tl.full([dims], 0.0, tl.float32)
     # A fixed number of splits at a time, in order, so that a row's result does not depend on the rest of the batch.
     for turn in range(0, options.merged // 16):
         some = turn * 16 + tl.arange(0, 16)
-        some_at = (first + some) * options.rows + place
+        some_at = (first + some) * options.tiles.rows + place
         some_l = tl.load(x.part_l + some_at, mask=some < n.splits, other=0.0)
         some_m = tl.load(x.part_m + some_at, mask=some_l != 0.0, other=float("-inf"))
         weight = tl.where(some_l != 0.0, tl.exp2((some_m - below) * options.unit), 0.0)
         loaded = (some_l != 0.0)[:, None] & (columns < options.Dv)[None, :]
         sums = tl.load(x.part + some_at[:, None] * options.Dv + columns[None, :], mask=loaded, other=0.0)
         acc = acc + tl.reduce(sums * weight[:, None], 0, total)
-    target = x.out + (query_row(n, b, qr, options) * options.H + hr) * options.Dv + columns
-    tl.store(target, (acc * scaling).to(options.out_dtype), mask=columns < tl.where(stored, options.Dv, 0))
-    if options.wants_lse:
+    row, lse_row = output_rows(n, b, qr, hr, options)
+    tl.store(x.out + row * options.Dv + columns, acc * scaling, mask=columns < tl.where(stored, options.Dv, 0))
+    if x.lse is not None:
         one = tl.arange(0, 1)
-        at_lse = x.lse + lse_row(n, b, hr, qr, options) + one
-        tl.store(at_lse, lse, mask=one < tl.where(stored, 1, 0))
+        tl.store(x.lse + lse_row + one, lse, mask=one < tl.where(stored, 1, 0))

@@ -1,8 +1,5 @@
 """Where the tokens of a row lie, and loads of a tile of keys and values."""
 
-# Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM108
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -10,30 +7,23 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnops_triton.caches.codec import decode
+from attnops_triton.caches.kernels.codec import decode
 
 
 class Tile(NamedTuple):
-    """A tile of keys.
+    """A tile of keys."""
 
-    Attributes:
-        slot: [bk], its slots in the row.
-        block, within: the block that a slot is in, and its place there; for the whole tile or for each slot.
-        present: whether the row's page is in the table; True without pages, or if it is known to be.
-        slots: slots per block.
-    """
-
-    slot: Any
-    block: Any
-    within: Any
-    present: Any
-    slots: Any
+    slot: Any  # [bk], its slots in the row
+    block: Any  # the block that a slot is in, for the whole tile or [bk]
+    within: Any  # [bk], the place in the block
+    present: Any  # whether the row's page is in the table; True without pages, or if it is known to be
+    slots: Any  # slots per block
 
 
 @triton.jit
 def locate_tile(x, n, row, start, options: tl.constexpr, has_pages: tl.constexpr):
     """The `Tile` from the slot ``start`` on; ``has_pages``: whether all of its pages are in the table."""
-    slot = start + tl.arange(0, options.bk)
+    slot = start + tl.arange(0, options.tiles.bk)
     present = True
     if options.page == 0:
         block = row + tl.load(x.base)
@@ -42,7 +32,7 @@ def locate_tile(x, n, row, start, options: tl.constexpr, has_pages: tl.constexpr
     else:
         if options.by_page:
             page = start // options.page
-            within = start % options.page + tl.arange(0, options.bk)
+            within = start % options.page + tl.arange(0, options.tiles.bk)
         else:
             page = slot // options.page
             within = slot % options.page
@@ -58,30 +48,25 @@ def locate_tile(x, n, row, start, options: tl.constexpr, has_pages: tl.constexpr
 
 
 @triton.jit
-def columns_of(i: tl.constexpr, options: tl.constexpr, of_keys: tl.constexpr):
-    """The features of a chunk of keys or values, [1, width]."""
-    features: tl.constexpr = options.keys if of_keys else options.values
-    return (features.chunks[i].start + tl.arange(0, features.chunks[i].width))[None, :]
+def columns_of(chunk: tl.constexpr):
+    """The features of a `HeadDimChunk`, [1, width]."""
+    return (chunk.start + tl.arange(0, chunk.width))[None, :]
 
 
 @triton.jit
-def mask_of(i: tl.constexpr, rows, options: tl.constexpr, of_keys: tl.constexpr):
+def mask_of(chunk: tl.constexpr, rows):
     """Which elements of a chunk exist, of those in ``rows``."""
-    features: tl.constexpr = options.keys if of_keys else options.values
     mask = rows[:, None]
-    if features.chunks[i].is_padded:
-        mask = mask & (columns_of(i, options, of_keys) < features.chunks[i].stop)
+    if chunk.is_padded:
+        mask = mask & (columns_of(chunk) < chunk.stop)
     return mask
 
 
 @triton.jit
-def load_tokens(
-    array, tile, k, seen, options: tl.constexpr, of_keys: tl.constexpr, guarded: tl.constexpr
-):  # fmt: skip
+def load_tokens(array, features: tl.constexpr, tile, k, seen, options: tl.constexpr, guarded: tl.constexpr):
     """The chunks of a tile's keys or values, [bk, width], in the dtype of operands. If ``guarded``, keys that are not
     ``seen`` are 0 instead of loaded.
     """
-    features: tl.constexpr = options.keys if of_keys else options.values
     rows = (tile.block * options.K + k) * (tile.slots * features.width)
     if options.page > 0 and not options.by_page:
         at = array + (rows + tile.within * features.width)[:, None]
@@ -89,9 +74,9 @@ def load_tokens(
         at = array + rows + (tile.within * features.width)[:, None]
     loaded = ()
     for i in tl.static_range(len(features.chunks)):
-        columns = columns_of(i, options, of_keys)
+        columns = columns_of(features.chunks[i])
         if guarded:
-            chunk = tl.load(at + features.first + columns, mask=mask_of(i, seen, options, of_keys), other=0)
+            chunk = tl.load(at + features.first + columns, mask=mask_of(features.chunks[i], seen), other=0)
         elif features.chunks[i].is_padded:
             chunk = tl.load(at + features.first + columns, mask=columns < features.chunks[i].stop, other=0)
         else:
@@ -101,13 +86,7 @@ def load_tokens(
 
 
 @triton.jit
-def load_scales(
-    scales, tile, k, seen, options: tl.constexpr, guarded: tl.constexpr
-):  # fmt: skip
+def load_scales(scales, tile, k, seen, options: tl.constexpr, guarded: tl.constexpr):
     """The scales of a tile's keys or values, [bk]."""
     at = scales + (tile.block * options.K + k) * tile.slots + tile.within
-    if guarded:
-        loaded = tl.load(at, mask=seen, other=0.0)
-    else:
-        loaded = tl.load(at)
-    return loaded
+    return tl.load(at, mask=seen, other=0.0) if guarded else tl.load(at)

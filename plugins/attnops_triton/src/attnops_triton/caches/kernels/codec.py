@@ -1,4 +1,4 @@
-"""Stored 8-bit numbers as operands of products, .
+"""Stored 8-bit numbers as operands of products.
 
 float16 represents each of them exactly, so that operands are float16 for every query dtype but float32. Stores hold
 8-bit floats as integers with the same bits. None of them is NaN: for a NaN `attnops_caches.Quantized` stores 0, or a
@@ -14,7 +14,6 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from attnops_triton.caches.plan import CachePlan
 from attnops_triton.targets import capability, is_amd
 
 # PTX from four bytes, $2, to two pairs of float16, $0 and $1. int8: 1024 + 128 + x has x in its lowest bits.
@@ -57,12 +56,12 @@ cvt.rn.f16x2.e4m3x2 $1, b;
 _PTX: Final = {"int8": _INT8, "float8_e5m2": _E5M2, "float8_e4m3fn": _E4M3}
 
 
-def assembly(plan: CachePlan) -> str | None:
+def assembly(stored: str, dtype: str, arch: str) -> str | None:
     """The PTX that converts four stored numbers; None to convert one at a time."""
-    if not plan.scales or plan.dtype != "float16" or not plan.arch or is_amd(plan.arch):
+    if stored not in _PTX or dtype != "float16" or not arch or is_amd(arch):
         return None
-    in_pairs = plan.stored == "float8_e4m3fn" and capability(plan.arch) >= 90
-    return (_E4M3_IN_PAIRS if in_pairs else _PTX[plan.stored]).replace("\n", " ")
+    in_pairs = stored == "float8_e4m3fn" and capability(arch) >= 90
+    return (_E4M3_IN_PAIRS if in_pairs else _PTX[stored]).replace("\n", " ")
 
 
 @triton.jit
@@ -72,12 +71,12 @@ def decode(x, options: tl.constexpr):
         # Marked impure: otherwise Triton first moves the bytes, one by one, to the operands' layout, and converts after
         # that.
         x = tl.inline_asm_elementwise(options.assembly, "=r,=r,r", [x], tl.float16, False, 4)
-    elif options.is_e5m2:
-        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(options.dtype)
-    elif options.is_e4m3:
+    elif options.stored == "float8_e5m2":
+        x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(options.operand)
+    elif options.stored == "float8_e4m3fn":
         x = x.to(tl.uint16)
         x = ((x & 0x80) << 8 | (x & 0x7F) << 7).to(tl.float16, bitcast=True)
-        x = (x * tl.full([1, 1], 256.0, tl.float16)).to(options.dtype)
+        x = (x * tl.full([1, 1], 256.0, tl.float16)).to(options.operand)
     else:
-        x = x.to(options.dtype)
+        x = x.to(options.operand)
     return x

@@ -1,8 +1,5 @@
 """The attention kernel: online softmax over the tiles of keys of an item, or of one of its splits."""
 
-# Tuples are joined, and conditions nested, as Triton's language requires.
-# ruff: noqa: RUF005, SIM102
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -12,56 +9,40 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max as largest
 from triton.language.standard import _sum_combine as total
 
-from attnops_triton.caches.result import store_partial, store_result
-from attnops_triton.caches.scores import allowed, apply_score, load_values
-from attnops_triton.caches.storage import columns_of, load_scales, load_tokens, locate_tile, mask_of
-from attnops_triton.caches.write import write_tokens
+from attnops_triton.caches.kernels.result import output_rows, store_partial, store_result
+from attnops_triton.caches.kernels.scores import allowed, apply_score, load_values
+from attnops_triton.caches.kernels.storage import columns_of, load_scales, load_tokens, locate_tile, mask_of
+from attnops_triton.caches.kernels.write import write_tokens
 
 
 class Program(NamedTuple):
-    """What a program computes.
-
-    Attributes:
-        item, row, tile, k, part, split: the item, its row of the cache and its tile of queries; the kv head, the tile
-            of query heads, and the split.
-        b: the batch index for masks and biases.
-        first, stop: its tiles of keys.
-        full_start, full_stop: those that need no mask.
-        place: [rows], the place of each row in the tile of scores.
-        qr, hr: [rows], their queries and heads, clamped to the valid range.
-        real: [rows], whether they exist.
-    """
+    """What a program computes."""
 
     item: Any
-    row: Any
-    tile: Any
-    k: Any
-    part: Any
+    row: Any  # the item's row of the cache
+    k: Any  # the kv head
+    part: Any  # the tile of query heads
     split: Any
-    b: Any
-    first: Any
+    b: Any  # the batch index for masks and biases
+    first: Any  # its tiles of keys
     stop: Any
-    full_start: Any
+    full_start: Any  # those that need no mask
     full_stop: Any
-    place: Any
-    qr: Any
+    place: Any  # [rows], the place of each row in the tile of scores
+    qr: Any  # [rows], their queries and heads, clamped to the valid range
     hr: Any
-    real: Any
+    real: Any  # [rows], whether they exist
 
 
 class State(NamedTuple):
-    """The online softmax so far.
+    """The online softmax so far."""
 
-    Attributes:
-        m, l: [rows], the maximum and the denominator.
-        unit: the largest scale of values, by which ``acc`` is divided (`KernelOptions.has_unit`).
-        acc: the chunks of the sums of values, [rows, width].
-    """
-
-    m: Any
-    l: Any
-    unit: Any
-    acc: Any
+    m: Any  # [rows], the maximum
+    l: Any  # [rows], the denominator
+    unit: (
+        Any  # what ``acc`` is to be multiplied by: the only scale of values, or the largest (`KernelOptions.has_unit`)
+    )
+    acc: Any  # the chunks of the sums of values, [rows, width]
 
 
 @triton.jit
@@ -69,28 +50,35 @@ def attnops_ragged(x, n, options: tl.constexpr):
     """Attention of one item, kv head and split."""
     program = locate_program(x, n, options)
     q, factor = load_queries(x, n, program, options)
-    biases = load_values(x.bias, program, None, (), n, options, False, False)
+    biases = load_values(x.bias, options.biases, program, None, (), n, options, False)
     masks = ()
-    if not options.loads_mask_late:
-        masks = load_values(x.mask, program, None, (), n, options, True, False)
+    # With one scale of values or one per head, late: otherwise ptxas 12.9 spills two registers on sm_80 and sm_89 at
+    # D 128. In other calls it is the late load that spills (sm_89, T 512).
+    if not options.has_value_factor:
+        masks = load_values(x.mask, options.masks, program, None, (), n, options, False)
     if options.new_blocks > 0:
         write_tokens(x, n, program, options)
-    value_factor = 1.0
+    unit = program.k.to(tl.float32) * 0.0
     if options.has_value_factor:
-        value_factor = load_factor(x.key_scale if options.is_latent else x.value_scale, program.k, options)
-    state = initial_state(program.k, options)
+        unit = load_factor(x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k, options)
+    acc = ()
+    for i in tl.static_range(len(options.values.chunks)):
+        acc = acc + (tl.full([options.tiles.rows, options.values.chunks[i].width], 0.0, tl.float32),)
+    m = tl.full([options.tiles.rows], float("-inf"), tl.float32)
+    l = tl.full([options.tiles.rows], 0.0, tl.float32)
+    state = State(m, l, unit, acc)
     for i in range(program.full_start, program.full_stop):
-        state = attend(x, n, program, q, factor, biases, masks, state, i * options.bk, options, False)
-    if options.loads_mask_late:
-        masks = load_values(x.mask, program, None, (), n, options, True, False)
+        state = attend(x, n, program, q, factor, biases, masks, state, i * options.tiles.bk, options, False)
+    if options.has_value_factor:
+        masks = load_values(x.mask, options.masks, program, None, (), n, options, False)
     before = program.full_start - program.first
     for j in range(0, before + program.stop - program.full_stop):
         tile = tl.where(j < before, program.first + j, program.full_stop + j - before)
-        state = attend(x, n, program, q, factor, biases, masks, state, tile * options.bk, options, True)
-    if options.is_split:
-        store_partial(x, n, program, state, value_factor, options)
+        state = attend(x, n, program, q, factor, biases, masks, state, tile * options.tiles.bk, options, True)
+    if x.part is not None:
+        store_partial(x, n, program, state, options)
     else:
-        store_result(x, n, program, state, value_factor, options)
+        store_result(x, n, program, state, options)
 
 
 @triton.jit
@@ -106,12 +94,10 @@ def locate_program(x, n, options: tl.constexpr):
     else:
         tile = rest % n.nq
         rest = rest // n.nq
-    part = 0
-    if options.head_blocks > 1:
-        part = rest % options.head_blocks
-        rest = rest // options.head_blocks
+    part = rest % options.head_blocks
+    rest = rest // options.head_blocks
     split = 0
-    if options.is_split:
+    if x.part is not None:
         split = rest % n.splits
         rest = rest // n.splits
     k = rest % options.K
@@ -123,7 +109,7 @@ def locate_program(x, n, options: tl.constexpr):
     stop = tl.load(x.ranges + item * 5 + 1)
     full_start = tl.load(x.ranges + item * 5 + 2)
     full_stop = tl.load(x.ranges + item * 5 + 3)
-    if options.is_split:
+    if x.part is not None:
         if options.in_order:
             each = tl.load(x.ranges + item * 5 + 4)
             stop = tl.minimum(stop, (split + 1) * each)
@@ -135,33 +121,28 @@ def locate_program(x, n, options: tl.constexpr):
     stop = tl.maximum(first, stop)
     full_start = tl.minimum(tl.maximum(full_start, first), stop)
     full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
-    place = tl.arange(0, options.rows)
+    place = tl.arange(0, options.tiles.rows)
     qi = tile * options.bq + place // options.heads
     hi = part * options.heads + place % options.heads
     real = qi < n.T
-    if options.bq * options.heads < options.rows:
+    if options.bq * options.heads < options.tiles.rows:
         real = real & (place < options.bq * options.heads)
     if options.G % options.heads > 0:
         real = real & (hi < options.G)
     # Rows that don't exist have the last query and head: with other indices a function might divide by 0.
     qr = tl.minimum(qi, n.T - 1)
     hr = k * options.G + tl.minimum(hi, options.G - 1)
-    return Program(
-        item, row, tile, k, part, split, b, first, stop, full_start, full_stop, place, qr, hr, real
-    )  # fmt: skip
+    return Program(item, row, k, part, split, b, first, stop, full_start, full_stop, place, qr, hr, real)
 
 
 @triton.jit
 def load_queries(x, n, program, options: tl.constexpr):
     """The chunks of queries, [rows, width], and the factor of their products with keys, a number or [rows, 1]."""
-    at = program.qr
-    if not options.is_packed:
-        at = program.b.to(tl.int64) * n.T + at
-    at = x.q + (at.to(tl.int64) * options.H + program.hr) * options.D
+    at = x.q + output_rows(n, program.b, program.qr, program.hr, options)[0] * options.D
     loaded = ()
     for i in tl.static_range(len(options.keys.chunks)):
-        columns = columns_of(i, options, True)
-        loaded = loaded + (tl.load(at[:, None] + columns, mask=mask_of(i, program.real, options, True), other=0.0),)
+        chunk: tl.constexpr = options.keys.chunks[i]
+        loaded = loaded + (tl.load(at[:, None] + columns_of(chunk), mask=mask_of(chunk, program.real), other=0.0),)
     factor = options.scale
     if options.scales_queries:
         size = tl.reduce(tl.abs(loaded[0].to(tl.float32)), 1, largest)
@@ -173,63 +154,45 @@ def load_queries(x, n, program, options: tl.constexpr):
     q = ()
     for i in tl.static_range(len(options.keys.chunks)):
         if options.scales_queries:
-            q = q + ((loaded[i].to(tl.float32) * inverse).to(options.dtype),)
+            q = q + ((loaded[i].to(tl.float32) * inverse).to(options.operand),)
         else:
-            q = q + (loaded[i].to(options.dtype),)
+            q = q + (loaded[i].to(options.operand),)
     if options.has_value_factor:
-        factor = factor * load_factor(x.key_scale, program.k, options)
+        factor = factor * load_factor(x.stored.key_scale, program.k, options)
     return q, factor
 
 
 @triton.jit
 def load_factor(scales, k, options: tl.constexpr):
     """The scale of a head, or of all."""
-    if options.by_head:
-        scales = scales + k
-    return tl.load(scales)
+    return tl.load(scales + k if options.scales == "head" else scales)
 
 
 @triton.jit
-def initial_state(k, options: tl.constexpr):
-    """The `State` before the first tile."""
-    acc = ()
-    for i in tl.static_range(len(options.values.chunks)):
-        acc = acc + (tl.full([options.rows, options.values.chunks[i].width], 0.0, tl.float32),)
-    m = tl.full([options.rows], float("-inf"), tl.float32)
-    l = tl.full([options.rows], 0.0, tl.float32)
-    return State(m, l, k.to(tl.float32) * 0.0, acc)
-
-
-@triton.jit
-def attend(
-    x, n, program, q, factor, biases, masks, state, start,
-    options: tl.constexpr, masked: tl.constexpr,
-):  # fmt: skip
+def attend(x, n, program, q, factor, biases, masks, state, start, options: tl.constexpr, masked: tl.constexpr):
     """The `State` after the tile of keys from the slot ``start`` on."""
     tile = locate_tile(x, n, program.row, start, options, not masked)
     kx = tile.slot
-    if masked:
-        if not options.is_even:
-            kx = tl.minimum(kx, n.S - 1)
+    if masked and not options.is_even:
+        kx = tl.minimum(kx, n.S - 1)
     if options.is_packed:
         kx = kx + program.row * n.S
-    biases = load_values(x.bias, program, kx, biases, n, options, False, True)
-    ok = None
+    biases = load_values(x.bias, options.biases, program, kx, biases, n, options, True)
     seen = None
     if masked:
-        masks = load_values(x.mask, program, kx, masks, n, options, True, True)
+        masks = load_values(x.mask, options.masks, program, kx, masks, n, options, True)
         ok = allowed(x, n, program, tile, kx, masks, options)
         seen = tl.reduce(ok.to(tl.int32), 0, largest) != 0
-    keys = x.key if x.key_out is None else x.key_out
-    k = load_tokens(keys, tile, program.k, seen, options, True, masked)
+    # What is written is read through the same pointers.
+    tokens = x.stored if x.written.key is None else x.written
+    k = load_tokens(tokens.key, options.keys, tile, program.k, seen, options, masked)
     s = tl.dot(q[0], tl.trans(k[0]), input_precision=options.precision)
     for i in tl.static_range(1, len(options.keys.chunks)):
         s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=options.precision)
     if options.scales_first:
         s = s * factor
     if options.by_token:
-        key_scales = x.key_scale if x.key_scale_out is None else x.key_scale_out
-        scales = load_scales(key_scales, tile, program.k, seen, options, masked)
+        scales = load_scales(tokens.key_scale, tile, program.k, seen, options, masked)
         s = s * scales[None, :]
     s = apply_score(x, n, program, s, kx, biases, options)
     if masked:
@@ -240,7 +203,8 @@ def attend(
     if masked or options.has_bias:
         # If all scores so far are masked, m is −inf, and −inf − −inf would be NaN.
         below = tl.where(m == float("-inf"), 0.0, m)
-    if options.subtracts_first:
+    if options.has_bias or options.precision is not None:
+        # Exact: with large biases a difference of products would not be.
         p = tl.exp2((s - below[:, None]) * options.unit)
     else:
         p = tl.exp2(s * options.unit - (below * options.unit)[:, None])
@@ -249,23 +213,20 @@ def attend(
 
     if options.is_latent:
         v = k
-    elif options.is_joined:
-        v = load_tokens(keys, tile, program.k, seen, options, False, masked)
     else:
-        values = x.value if x.value_out is None else x.value_out
-        v = load_tokens(values, tile, program.k, seen, options, False, masked)
+        values = tokens.key if options.is_joined else tokens.value
+        v = load_tokens(values, options.values, tile, program.k, seen, options, masked)
     unit = state.unit
     if options.by_token:
         if not options.is_latent:
-            value_scales = x.value_scale if x.value_scale_out is None else x.value_scale_out
-            scales = load_scales(value_scales, tile, program.k, seen, options, masked)
+            scales = load_scales(tokens.value_scale, tile, program.k, seen, options, masked)
         if options.has_unit:
             unit = tl.maximum(unit, tl.reduce(scales, 0, largest))
             inverse = tl.where(unit > 0.0, 1.0 / unit, 0.0)
             alpha = alpha * (state.unit * inverse)
             scales = scales * inverse
         p = p * scales[None, :]
-    p = p.to(options.dtype)
+    p = p.to(options.operand)
     acc = ()
     for i in tl.static_range(len(options.values.chunks)):
         acc = acc + (tl.dot(p, v[i], state.acc[i] * alpha[:, None], input_precision=options.precision),)

@@ -1,0 +1,1 @@
+"""The kernels over caches, functions in Triton's language."""

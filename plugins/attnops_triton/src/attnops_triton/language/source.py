@@ -6,6 +6,7 @@ import dataclasses
 import dis
 import functools
 import inspect
+import sys
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
@@ -95,7 +96,7 @@ def _modules(options: Any) -> set[str]:
     if not dataclasses.is_dataclass(options):
         return set()
     names = {cls.__module__ for cls in type(options).__mro__ if cls is not object}
-    return names.union(*map(_modules, vars(options).values()))
+    return names.union(*(_modules(x) for x in vars(options).values()))
 
 
 @functools.cache

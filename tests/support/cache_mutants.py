@@ -200,7 +200,7 @@ MUTANTS = {
     "biases are by slot": Mutant(
         CALL + "slot_bias",
         "positions, scores.q_rows)",
-        "0 * scores.arrays[0] + jnp.arange(cache.length), scores.q_rows)",
+        "0 * scores.arrays[0] + jnp.arange(scores.cache.length), scores.q_rows)",
         "ALiBi + ring",
     ),
     "packed queries see tokens of other rows": Mutant(

@@ -17,7 +17,7 @@ from attnops.masks.base import Mask
 from attnops_caches.calls.bind import bind_cached
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.run import run_over_cache
-from attnops_caches.calls.step import Step, step
+from attnops_caches.calls.step import step
 from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement
@@ -94,7 +94,7 @@ class Cache(Source):
 
     def run(self, operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
         """See `attnops.Source.run`: in place where the class has a reader for it, else on the arrays of `read`."""
-        return run_over_cache(operation, forward, call)
+        return run_over_cache(operation, forward, call)[0]
 
     def step(
         self,
@@ -108,9 +108,7 @@ class Cache(Source):
 
         Queries of tokens that did not fit see the tokens that did; ``overflowed`` says so.
         """
-        rest = {name: x for name, x in options.items() if name not in self.options}
-        given = options.get("query_lengths"), options.get("rows")
-        return step(Step(operation, query, key, value, self, *given, rest))
+        return step(operation, query, key, value, self, options)
 
     @property
     def batch(self) -> int:

@@ -76,10 +76,10 @@ def bind_cached(
     cache.check_queries(query.shape[1], rows)
     scores = _scores(query, cache, query_lengths, rows, lengths)
     mask, bias = options.get("mask"), options.get("bias")
-    options = options | {"mask": slot_mask(_mask(mask, scores.shape), cache, scores)}
+    options = options | {"mask": slot_mask(_mask(mask, scores.shape), scores)}
     if bias is not None:
         bound = bias if isinstance(bias, Bias) else bind_bias(bias, scores.shape)
-        options["bias"] = slot_bias(bound, cache, scores)
+        options["bias"] = slot_bias(bound, scores)
     if metadata.runtime_dtype is not None:
         query = query.astype(metadata.runtime_dtype)
     _, H, _, _ = scores.shape

@@ -44,7 +44,7 @@ from attnops_caches.calls.reader import cache_of
 from attnops_caches.masks.packed import PackedByRow
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement, check_packed, placement_of
-from attnops_caches.scores import SlotBias
+from attnops_caches.scores import SlotBias, masks_in
 
 if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
@@ -127,9 +127,13 @@ def find_cache_boundary(
 
 
 def run_cached(
-    boundary: Boundary, of_shard: CallOfShard, query: jax.Array, cache: CacheType, options: Options, is_packed: bool,
+    boundary: Boundary,
+    of_shard: CallOfShard,
+    query: jax.Array,
+    cache: CacheType,
+    options: Options,
     new: NewTokens | None = None,
-) -> tuple[OperationOutput, CacheType]:  # fmt: skip
+) -> tuple[OperationOutput, CacheType]:
     """Attention over a cache, each device computing its shard; and the cache with new tokens.
 
     Args:
@@ -138,7 +142,6 @@ def run_cached(
         query: [B, T, H, D]; for packed rows [1, N, H, D].
         cache: the cache.
         options: bound to slots, see `attnops_caches.calls.bind`.
-        is_packed: whether rows are packed.
         new: tokens for devices to write, see `attnops_caches.Cache.pending`; None for none.
 
     Raises:
@@ -146,6 +149,7 @@ def run_cached(
     """
     assert isinstance(boundary, CacheBoundary)
     placement, option_axes = boundary.placement, of_shard.operation.option_axes
+    is_packed = cache_of(of_shard.request).is_packed
     if is_packed:
         check_packed(placement)
     keys = placement.batch if is_packed else placement.slots
@@ -237,11 +241,9 @@ class _Local:
         rest["mask"] = shard_of(rest["mask"], shard)
         if isinstance(bias := rest.get("bias"), SlotBias):
             rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
-        if new is not None:
-            output, shard_cache = self.of_shard.step(query, shard_cache, rest, new)
-            return *fields_of(output, self.wanted), *(getattr(shard_cache.store, name) for name in self.written)
         if self.keys is None:
-            return fields_of(self.of_shard.attend(query, shard_cache, rest), self.wanted)
+            output, shard_cache = self.of_shard.run(query, shard_cache, rest, new)
+            return *fields_of(output, self.wanted), *(getattr(shard_cache.store, name) for name in self.written)
         sinks = rest.pop("sinks", None)
         rest.pop("return_lse", None)
         part = joined(self.of_shard.partial(query, shard_cache, rest), self.keys)
@@ -285,10 +287,7 @@ def _numbering_keys(mask: Mask) -> Mask | None:
         return None
     if mask.axes is None:
         return mask
-    fields: tuple[Any, ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
-    inner = (getattr(mask, field.name) for field in fields)
-    numbering = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
-    return next((x for x in numbering if x is not None), None)
+    return next((x for x in map(_numbering_keys, masks_in(mask)) if x is not None), None)
 
 
 def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:
@@ -299,17 +298,14 @@ def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:
             *(entries.get(x) if x in sharded and size > 1 else None for x, size in zip(letters, shape, strict=False))
         )
 
-    return dataclasses.replace(
-        bias,
-        bias=specs_of(bias.bias, spec_of("bh")),
-        q_positions=spec_of("b")(bias.q_positions.shape, "bt"),  # type: ignore[arg-type]
-        k_positions=_slot_specs(bias.k_positions, spec_of("bs")),
-        q_rows=None if bias.q_rows is None else PartitionSpec(),  # type: ignore[arg-type]
-    )
-
-
-def _slot_specs(positions: jax.Array | Slots, spec_of: SpecOf) -> Any:
-    return specs_of(positions, spec_of) if isinstance(positions, Slots) else spec_of(positions.shape, "bs")
+    by_slot, slots = spec_of("bs"), bias.k_positions
+    specs: dict[str, Any] = {
+        "bias": specs_of(bias.bias, spec_of("bh")),
+        "q_positions": spec_of("b")(bias.q_positions.shape, "bt"),
+        "k_positions": specs_of(slots, by_slot) if isinstance(slots, Slots) else by_slot(slots.shape, "bs"),
+        "q_rows": None if bias.q_rows is None else PartitionSpec(),
+    }
+    return dataclasses.replace(bias, **specs)
 
 
 def _with_heads(cache: Any, shard: Shard, group: int) -> Any:
@@ -318,11 +314,9 @@ def _with_heads(cache: Any, shard: Shard, group: int) -> Any:
     if store.kv_heads == 1:
         return cache
 
-    def chosen(x: jax.Array | None) -> jax.Array | None:
-        if x is None or x.ndim == 0:
+    def chosen(x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
             return x
         return kv_heads_of(store.own(x), shard, group, 1) if x.ndim > 1 else kv_heads_of(x, shard, group, 0)
 
-    fields: dict[str, Any] = {name: chosen(getattr(store, name)) for name in
-                              ("key", "value", "key_scale", "value_scale")}  # fmt: skip
-    return dataclasses.replace(cache, store=dataclasses.replace(store, **fields, first=None, blocks=None))
+    return dataclasses.replace(cache, store=dataclasses.replace(jax.tree.map(chosen, store), first=None, blocks=None))

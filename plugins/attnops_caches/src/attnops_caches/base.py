@@ -205,17 +205,18 @@ class Cache(Source):
             count = zeros.at[slots].add(counts)
             starts = zeros.at[slots].add(jnp.where(counts > 0, rows.firsts(T), 0))
         pieces, fit = self.place(T, count, every)
-        return Planned(pieces, fit, self.lengths + fit, fit < wanted, starts)
+        return Planned(pieces, fit, fit < wanted, starts)
 
     @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append`, its arguments checked."""
         planned = self.planned(key.shape[1], count, rows)
-        return self.write(key, value, planned.pieces_of_tokens, rows is not None).grown(planned)
+        return self.write(key, value, planned.pieces.packed(planned.starts), rows is not None).grown(planned)
 
     def grown(self, planned: Planned) -> Self:
         """This cache with the lengths that it has after an append."""
-        return dataclasses.replace(self, lengths=planned.lengths, overflowed=self.overflowed | planned.dropped)
+        lengths, overflowed = self.lengths + planned.fit, self.overflowed | planned.dropped
+        return dataclasses.replace(self, lengths=lengths, overflowed=overflowed)
 
     @abc.abstractmethod
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:

@@ -37,6 +37,12 @@ class Pieces(NamedTuple):
     block: jax.Array
     slot: jax.Array
 
+    def packed(self, starts: jax.Array | None) -> Pieces:
+        """These pieces by row of a cache as pieces of packed tokens, in which rows begin at ``starts``; None: not."""
+        if starts is None:
+            return self
+        return self._replace(first=self.first + starts[self.row], row=jnp.zeros_like(self.row))
+
 
 @serialised(layout=(TokenLayout.to_json, TokenLayout.from_json))
 @jax.tree_util.register_dataclass
@@ -132,28 +138,22 @@ class Store:
         """K."""
         return self.key.shape[-3]
 
-    @functools.partial(jax.jit, inline=True)
-    def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces) -> Store:
+    @functools.partial(jax.jit, inline=True, static_argnames="sparse")  # else each eager call would compile its loop
+    def write(self, tokens: dict[str, jax.Array], pieces: Pieces, *, sparse: bool) -> Store:
         """This store with new tokens; every other slot is unchanged.
 
         Args:
-            key: [B, T, K, D].
-            value: [B, T, K, Dv]; None for latent content.
+            tokens: what `encoded` returns of them.
             pieces: where they go.
+            sparse: whether most pieces may be empty: then the loop leaves these out.
 
         Memory: O(new tokens) of temporaries; the store itself is updated in place where its buffer is donated.
         """
-        return self._written(self._tokens(key, value), pieces, pieces.row.shape[0])
-
-    @functools.partial(jax.jit, inline=True)  # else its loop would be compiled in each eager call
-    def write_some(self, tokens: dict[str, jax.Array], pieces: Pieces) -> Store:
-        """`write` of tokens as `NewTokens` has them, where most pieces may be empty: the loop leaves them out."""
-        is_some = pieces.size > 0
-        order = jnp.argsort(~is_some, stable=True)
-        return self._written(tokens, Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32))
-
-    def _written(self, tokens: dict[str, jax.Array], pieces: Pieces, count: jax.Array | int) -> Store:
-        """This store with the first ``count`` pieces of new tokens."""
+        count: jax.Array | int = pieces.row.shape[0]
+        if sparse:
+            is_some = pieces.size > 0
+            order = jnp.argsort(~is_some, stable=True)
+            pieces, count = Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32)
         scales = {name for name in tokens if name.endswith("scale")}
 
         def with_features(name: str, x: jax.Array) -> jax.Array:
@@ -167,7 +167,7 @@ class Store:
         }
         return dataclasses.replace(self, **changes)
 
-    def _tokens(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
+    def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
         """New tokens as they are stored, [B, K, T, d], and their scales by token, [B, K, T]; by the names of arrays."""
         layout, stored_value = self.layout, None
         stored, scale = layout.encoded(key, self.key_scale)

@@ -20,7 +20,7 @@ from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows
 from attnops_caches.store import Pieces, Store
 from attnops_caches.tiles import StoreLoader, TileLoader
-from attnops_caches.tokens import Contents, NewTokens, Pending, of_packed
+from attnops_caches.tokens import Contents, NewTokens, Pending
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -128,7 +128,7 @@ class StoredCache(Cache):
         """`pending` on one device, its arguments checked."""
         planned = self.planned(key.shape[1], count, rows)
         first, blocks = self._first_new(planned.pieces)
-        new = NewTokens(self.store._tokens(key, value), first, planned.fit, blocks, planned.starts)
+        new = NewTokens(self.store.encoded(key, value), first, planned.fit, blocks, planned.starts)
         return Pending(self.grown(planned), new)
 
     def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
@@ -149,7 +149,7 @@ class StoredCache(Cache):
         before = dataclasses.replace(self, lengths=self.lengths - new.size)
         T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
         pieces, _ = before.place(T, jnp.where(rows, new.size, 0), every)
-        store = self.store.write_some(new.tokens, of_packed(pieces, new.starts))
+        store = self.store.write(new.tokens, pieces.packed(new.starts), sparse=True)
         return dataclasses.replace(self, store=store)
 
     def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
@@ -157,10 +157,7 @@ class StoredCache(Cache):
         return self.lengths, pieces.block.reshape(self.batch, -1)
 
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
-        if sparse:
-            store = self.store.write_some(self.store._tokens(key, value), pieces)
-        else:
-            store = self.store.write(key, value, pieces)
+        store = self.store.write(self.store.encoded(key, value), pieces, sparse=sparse)
         return dataclasses.replace(self, store=store)
 
     def layer(self, layer: ArrayLike) -> Self:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Generic, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from attnops.exported import serialised_tuple
 from attnops_caches.store import Pieces
@@ -70,25 +69,11 @@ class Planned(NamedTuple):
     Attributes:
         pieces: where they go; ``row`` is a row of the cache, and ``first`` is 0 for the row's first new token.
         fit: how many of each row's tokens fit, int32 [B].
-        lengths: the rows' lengths afterwards, int32 [B].
         dropped: whether some token of the row did not fit, bool [B].
         starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
     """
 
     pieces: Pieces
     fit: jax.Array
-    lengths: jax.Array
     dropped: jax.Array
     starts: jax.Array | None
-
-    @property
-    def pieces_of_tokens(self) -> Pieces:
-        """The pieces with ``row`` and ``first`` of the arrays of new tokens, which have one row if rows are packed."""
-        return of_packed(self.pieces, self.starts)
-
-
-def of_packed(pieces: Pieces, starts: jax.Array | None) -> Pieces:
-    """Pieces by row of a cache as pieces of packed tokens, in which rows begin at ``starts``; None: not packed."""
-    if starts is None:
-        return pieces
-    return pieces._replace(first=pieces.first + starts[pieces.row], row=jnp.zeros_like(pieces.row))

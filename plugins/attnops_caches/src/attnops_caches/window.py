@@ -117,7 +117,7 @@ class WindowCache(RowCache):
 
     def grown(self, planned: Planned) -> Self:
         cache = super().grown(planned)
-        return dataclasses.replace(cache, written=jnp.maximum(self.written, planned.lengths))
+        return dataclasses.replace(cache, written=jnp.maximum(self.written, cache.lengths))
 
     def truncate(self, lengths: ArrayLike) -> Self:
         """See `Cache.truncate`. Taking back more than ``max_append`` tokens sets ``overflowed`` where the ring lost

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Final, NamedTuple
+from typing import Final
 
 import jax
 
@@ -43,8 +43,9 @@ _LEAST_KEYS: Final = 128
 _WIDE_TOKEN: Final = 1024
 
 
-class Blocks(NamedTuple):
-    """How the tiles of a call lie in the blocks of a cache; static.
+@dataclasses.dataclass(frozen=True)
+class CachedFlash(NativeFlash):
+    """The native backend with tiles that fit a cache; static.
 
     Attributes:
         slots: the slots of a row of the cache.
@@ -58,21 +59,10 @@ class Blocks(NamedTuple):
     unit: int
     is_packed: bool
 
-
-@dataclasses.dataclass(frozen=True)
-class CachedFlash(NativeFlash):
-    """The native backend with tiles that fit a cache.
-
-    Attributes:
-        blocks: how tiles lie in the cache.
-    """
-
-    blocks: Blocks
-
     def tiles(self, call: FlashCall, row: NativeTileSizes) -> tuple[int, int]:
         T, groups, given = call.query.shape[1], call.query.shape[2] // call.key.shape[2], call.metadata.block_k
-        block_q, block_k = choose_tiles(T, self.blocks.slots, groups, call.metadata.block_q, given, row)
-        if self.blocks.is_packed and not call.metadata.block_q:
+        block_q, block_k = choose_tiles(T, self.slots, groups, call.metadata.block_q, given, row)
+        if self.is_packed and not call.metadata.block_q:
             block_q = min(block_q, max(_PACKED // groups // 16, 1) * 16)
         if T <= _FEW and not given:
             window = _window(call.mask)
@@ -83,13 +73,13 @@ class CachedFlash(NativeFlash):
         """Keys per tile for few queries; at most a quarter of a row's slots, since half the last tile is not seen."""
         _, _, kv_heads, head_dim = call.key.shape
         is_wide = kv_heads * head_dim >= _WIDE_TOKEN
-        return max(_KEYS, min(_KEYS * 4 // self.blocks.itemsize, self.blocks.slots // 4)) if is_wide else _KEYS
+        return max(_KEYS, min(_KEYS * 4 // self.itemsize, self.slots // 4)) if is_wide else _KEYS
 
     def _fitting(self, block_k: int) -> int:
         """The largest tile size of at most ``block_k`` that is a multiple of ``unit`` and, if packed, divides a row."""
-        slots, _, unit, is_packed = self.blocks
+        slots, unit = self.slots, self.unit
         most = max(1, min(block_k, slots) // unit)
-        if not is_packed:
+        if not self.is_packed:
             return most * unit
         return unit * max(n for n in range(1, most + 1) if slots // unit % n == 0)
 
@@ -114,41 +104,41 @@ def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> tu
         loader: loads tiles of the cache.
         is_packed: whether the queries are packed rows.
     """
-    backend = CachedFlash(Blocks(loader.slots, loader.itemsize, loader.unit, is_packed))
+    backend = CachedFlash(loader.slots, loader.itemsize, loader.unit, is_packed)
     plan = dataclasses.replace(backend.plan(call), overlaps=True)
     given = call.query, loader, backend.arrays(plan, call), backend.schedule(plan, call)[0]
     if plan.scoring.holds_function:
-        out, lse, _ = call_once(functools.partial(_forward, plan, backend.blocks), given)
+        out, lse, _ = call_once(functools.partial(_forward, plan, backend), given)
     else:
-        out, lse, _ = _compiled(plan, backend.blocks, *given)
+        out, lse, _ = _compiled(plan, backend, *given)
     return out, lse
 
 
 def _forward(
     plan: NativePlan,
-    blocks: Blocks,
+    backend: CachedFlash,
     query: jax.Array,
     loader: TileLoader,
     arrays: NativeArrays,
     schedule: NativeTileSchedule,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
-        return loader.load(_tile_at(plan, blocks, group, kv_tile))
+        return loader.load(_tile_at(plan, backend, group, kv_tile))
 
     def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return forward(plan, query, load_key_value, arrays, schedule, of_rows=blocks.is_packed)
+        return forward(plan, query, load_key_value, arrays, schedule, of_rows=backend.is_packed)
 
     rows = loader.store if isinstance(loader, StoreLoader) and loader.table is None else None
-    if rows is not None and not blocks.is_packed and whole.serves(plan, rows):
+    if rows is not None and not backend.is_packed and whole.serves(plan, rows):
         return whole.attend_or(plan, query, rows, arrays, schedule, in_tiles)
     return in_tiles()
 
 
-def _tile_at(plan: NativePlan, blocks: Blocks, group: Index, kv_tile: Index) -> TileAt:
+def _tile_at(plan: NativePlan, backend: CachedFlash, group: Index, kv_tile: Index) -> TileAt:
     row, head = quotient_and_remainder(group * plan.problems_per_tile, plan.K)
     slot = plan.first_key(kv_tile)
-    if blocks.is_packed:
-        row, slot = slot // blocks.slots, slot % blocks.slots
+    if backend.is_packed:
+        row, slot = slot // backend.slots, slot % backend.slots
     return TileAt(row, head, slot, plan.problems_per_tile, plan.bk, plan.dtype)
 
 

@@ -6,13 +6,14 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.dispatch.source import Source
+from attnops.exported import serialised_tuple
 from attnops.masks.base import Mask
 from attnops_caches.calls.bind import bind_cached
 from attnops_caches.calls.request import CacheRequest
@@ -23,7 +24,6 @@ from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
-from attnops_caches.tokens import Contents, Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -36,6 +36,39 @@ if TYPE_CHECKING:
 
 
 CacheType = TypeVar("CacheType", bound="Cache")
+
+
+@serialised_tuple
+class Contents(NamedTuple):
+    """What a cache holds, by slot.
+
+    Attributes:
+        keys: [B, S, K, D], dequantised, of the cache's dtype.
+        values: [B, S, K, Dv], dequantised, of the cache's dtype.
+        positions: the tokens' positions in their sequences, int32 [B, S].
+        held: whether the slot holds a token, bool [B, S]; the others may hold anything, NaN too.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    positions: jax.Array
+    held: jax.Array
+
+
+class Planned(NamedTuple):
+    """Where new tokens go, and what the rows are after they are written.
+
+    Attributes:
+        pieces: where they go; ``row`` is a row of the cache, and ``first`` is 0 for the row's first new token.
+        fit: how many of each row's tokens fit, int32 [B].
+        dropped: whether some token of the row did not fit, bool [B].
+        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
+    """
+
+    pieces: Pieces
+    fit: jax.Array
+    dropped: jax.Array
+    starts: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from attnops.errors import Reason, UnsupportedError
 from attnops.exported import serialised
@@ -248,16 +247,14 @@ class PagedCache(StoredCache):
         """
         moved = self.copy_pages(copies)
         source, target = map(int32, pairs(source, target))
-        fields: dict[str, Any] = self._rows()
-        is_target = jnp.zeros((self.batch,), bool)
         row = jnp.arange(self.batch, dtype=jnp.int32)
+        origin, is_target = row, jnp.zeros((self.batch,), bool)
         for i in range(source.shape[0]):  # in order: a target may be a later source
-            is_copied = (source[i] >= 0) & (source[i] < self.batch) & (target[i] >= 0)
-            to = is_copied & (row == target[i])
-            axis, is_target = self.lengths.ndim - 1, is_target | to
-            for name, x in fields.items():
-                given = lax.dynamic_index_in_dim(x, jnp.clip(source[i], 0, self.batch - 1), axis)
-                fields[name] = jnp.where(to[:, None] if name == "table" else to, given, x)
+            to = (source[i] >= 0) & (source[i] < self.batch) & (row == target[i])
+            origin = jnp.where(to, origin[jnp.clip(source[i], 0, self.batch - 1)], origin)
+            is_target |= to
+        axis = self.lengths.ndim - 1
+        fields: dict[str, Any] = {name: jnp.take(x, origin, axis, mode="clip") for name, x in self._rows().items()}
         forked = dataclasses.replace(moved, **fields).with_table(table)
         failed = is_target & (forked.lengths < fields["lengths"])
         return dataclasses.replace(forked, overflowed=forked.overflowed | failed)

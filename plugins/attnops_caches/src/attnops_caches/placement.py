@@ -25,7 +25,7 @@ from attnops.sharding.modes import MODE_DECODE
 from attnops.sharding.placing import explicit_names, of_axes, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
-from attnops_caches.tokens import NewTokens, Pending
+from attnops_caches.store import NewTokens, Pending
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
@@ -189,11 +189,8 @@ def _compiled(program: Program, shardings: tuple[NamedSharding, ...]) -> Callabl
 def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_page: bool = True) -> Placement:
     """The placement that rules give a cache, which may have shapes in place of arrays.
 
-    Args:
-        cache: the cache.
-        mesh: the mesh; axes that an enclosing `jax.shard_map` uses are left out.
-        axis_rules: the rules.
-        by_page: whether the mesh may shard a `PagedCache` by rows, each of which then has pages of its shard only.
+    Axes that an enclosing `jax.shard_map` uses are left out. If ``by_page``, the mesh may shard a `PagedCache` by rows,
+    each of which then has pages of its shard only.
     """
     if not cache.is_stored:
         return Placement(mesh, None, None, None)

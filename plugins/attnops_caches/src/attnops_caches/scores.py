@@ -87,11 +87,7 @@ class ScorePositions:
 
 
 def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
-    """The mask of a call by slot, bound.
-
-    Args:
-        mask: the caller's mask; its arrays by key, [..., S], are by position.
-        scores: the scores of the call.
+    """The mask of a call by slot, bound. Arrays by key of the caller's ``mask``, [..., S], are by position.
 
     Raises:
         ValueError: it fits no call of this shape, or has an array by key and positions have no limit.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jax import lax
 
 from attnops.exported import serialised, serialised_tuple
 from attnops_caches.layout import TokenLayout
+
+CacheOf = TypeVar("CacheOf")
 
 
 @serialised_tuple
@@ -42,6 +44,40 @@ class Pieces(NamedTuple):
         if starts is None:
             return self
         return self._replace(first=self.first + starts[self.row], row=jnp.zeros_like(self.row))
+
+
+@serialised_tuple
+class NewTokens(NamedTuple):
+    """New tokens that are not written yet.
+
+    Attributes:
+        tokens: what is written to each array of the `Store`, by its name: tokens as they are stored, [B, K, T, d], and
+            scales by token, [B, K, T]; for packed rows [1, K, N, d] and [1, K, N].
+        first: the slot of each row's first new token, int32 [B]; in a ring, slot 0 follows the last slot.
+        size: how many tokens of each row fit, int32 [B].
+        blocks: the blocks that each row's tokens go to, in order, int32 [B, blocks].
+        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
+    """
+
+    tokens: dict[str, jax.Array]
+    first: jax.Array
+    size: jax.Array
+    blocks: jax.Array
+    starts: jax.Array | None = None
+
+
+@serialised_tuple
+class Pending(NamedTuple, Generic[CacheOf]):
+    """An append whose tokens are not written yet.
+
+    Attributes:
+        cache: its lengths are those after the append, but its arrays lack the tokens: a kernel that writes them, or
+            `StoredCache.write_new`, makes it a cache to read.
+        new: the tokens.
+    """
+
+    cache: CacheOf
+    new: NewTokens
 
 
 @serialised(layout=(TokenLayout.to_json, TokenLayout.from_json))
@@ -94,11 +130,9 @@ class Store:
 
     def layer(self, layer: jax.typing.ArrayLike) -> Store:
         """One layer of a store with a layer axis: the arrays stay those of all layers, with the axis, see `flat`."""
-        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
-        given = {} if self.layout.has_token_scales else {name: x for name, x in scales.items() if x is not None}
-        changes: dict[str, Any] = {
-            name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()
-        }
+        names = () if self.layout.has_token_scales else ("key_scale", "value_scale")
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
+        changes: Any = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()}
         first = jnp.asarray(layer, jnp.int32) * self.own_blocks
         return dataclasses.replace(self, **changes, first=first, blocks=self.own_blocks)
 
@@ -118,10 +152,6 @@ class Store:
             return self
         local_blocks = self.key.shape[-4]
         return dataclasses.replace(self, first=self.first // self.own_blocks * local_blocks, blocks=local_blocks)
-
-    def with_layer(self, one: Store) -> Store:
-        """This store, of all layers, with the arrays of ``one``, a layer whose arrays are those of all layers."""
-        return dataclasses.replace(self, **one._blocks())  # type: ignore[arg-type]
 
     def _blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks."""

@@ -11,16 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from attnops_caches.base import Cache
+from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import check_layer
 from attnops_caches.placement import append as append_by_shard
 from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows
-from attnops_caches.store import Pieces, Store
+from attnops_caches.store import NewTokens, Pending, Pieces, Store
 from attnops_caches.tiles import StoreLoader, TileLoader
-from attnops_caches.tokens import Contents, NewTokens, Pending
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -201,7 +200,8 @@ class StoredCache(Cache):
         check_layer(layer, self.lengths.shape[0])
         new = one._of_layer()
         fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
-        return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
+        store = dataclasses.replace(self.store, **one.store._blocks())  # type: ignore[arg-type]
+        return dataclasses.replace(self, store=store, **fields)  # type: ignore[arg-type]
 
     def read(self) -> Contents:
         self._check_layer()

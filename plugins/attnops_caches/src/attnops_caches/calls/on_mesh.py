@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from attnops.typing import Leaf, Options
     from attnops_caches.base import Cache, CacheType
     from attnops_caches.calls.run import CallOfShard
-    from attnops_caches.tokens import NewTokens
+    from attnops_caches.store import NewTokens
 
 # Up to so many queries, partial softmaxes are all-gathered: one exchange, of more bytes than the two reductions.
 _GATHERED: Final = 16
@@ -73,12 +73,8 @@ def find_cache_boundary(
 ) -> CacheBoundary | None:
     """How a call over a cache is sharded: as the cache is, or by the rules where it has no placement.
 
-    Args:
-        mesh: the metadata's; None for the cache's, the current mesh, or else that of the arrays.
-        rules: the metadata's.
-        request: the description of the call.
-        query: [B, T, H, D].
-        cache: the cache.
+    ``mesh`` and ``rules`` are the metadata's; without a mesh it is the cache's, the current one, or else that of the
+    arrays.
 
     Raises:
         ValueError: ``mesh``, that of the cache and the current mesh have different axes.
@@ -134,15 +130,10 @@ def run_cached(
     options: Options,
     new: NewTokens | None = None,
 ) -> tuple[OperationOutput, CacheType]:
-    """Attention over a cache, each device computing its shard; and the cache with new tokens.
+    """Attention over a cache, each device computing its shard; and the cache with new tokens written, if any.
 
-    Args:
-        boundary: a `CacheBoundary`.
-        of_shard: the computation of one device.
-        query: [B, T, H, D]; for packed rows [1, N, H, D].
-        cache: the cache.
-        options: bound to slots, see `attnops_caches.calls.bind`.
-        new: tokens for devices to write, see `attnops_caches.Cache.pending`; None for none.
+    The query is [B, T, H, D], for packed rows [1, N, H, D]; the options are bound to slots, see
+    `attnops_caches.calls.bind`.
 
     Raises:
         UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
@@ -206,9 +197,7 @@ class _Local:
     """The computation of one device; holds no operand.
 
     Attributes:
-        of_shard: attention of one device.
         template: the call's arguments without its operands.
-        boundary: how the call is sharded.
         wanted: the fields of the output that the call asks for.
         written: the arrays of the cache's store that are returned too, with new tokens.
         keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.

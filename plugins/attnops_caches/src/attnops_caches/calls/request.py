@@ -64,7 +64,9 @@ class CacheRequest(SourceRequest):
     def use(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> CacheUse:
         reasons = tuple(in_place_reasons(operation, forward, request))
         steps = tuple(step_reasons(operation, forward, request))
-        return CacheUse(forward, reasons, bytes_read(request) if reasons else 0, steps)
+        features, size = request.head_dim + request.value_head_dim, jnp.dtype(request.dtypes[1]).itemsize
+        bytes_read = request.batch * request.key_length * request.kv_heads * features * size
+        return CacheUse(forward, reasons, bytes_read if reasons else 0, steps)
 
 
 def slots_of_row(request: AttentionRequest) -> int:
@@ -79,13 +81,6 @@ def over_arrays(request: AttentionRequest) -> AttentionRequest:
     as_array = ("array", "ALiBi", "RelativePosition")
     kinds = {"": "", "ScoreFn": "ScoreFn"} | dict.fromkeys(as_array, "array")
     return request.replace(source=None, bias_kind=kinds.get(request.bias_kind, "SlotBias"), bias_primitives=frozenset())
-
-
-def bytes_read(request: AttentionRequest) -> int:
-    """The bytes of the arrays of ``cache.read()`` for a request over a cache."""
-    size = jnp.dtype(request.dtypes[1]).itemsize
-    per_slot = request.kv_heads * (request.head_dim + request.value_head_dim) * size
-    return request.batch * request.key_length * per_slot
 
 
 def printed_bytes(size: int) -> str:

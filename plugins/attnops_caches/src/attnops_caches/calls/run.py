@@ -24,7 +24,7 @@ from attnops_caches.calls.reader import cache_of, in_place_reasons, reader_of
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops_caches.base import Cache
-    from attnops_caches.tokens import NewTokens
+    from attnops_caches.store import NewTokens
 
 
 def run_over_cache(
@@ -95,10 +95,7 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
 class CallOfShard(NamedTuple):
     """A call over a cache as each device computes it from its query, its shard of the cache, and options.
 
-    Attributes:
-        operation: the operation.
-        forward: the name of its forward.
-        request: the description of the whole call.
+    ``request`` is that of the whole call.
     """
 
     operation: OperationImpl

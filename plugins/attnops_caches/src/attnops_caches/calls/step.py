@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache
     from attnops_caches.rows import Rows
-    from attnops_caches.tokens import NewTokens
+    from attnops_caches.store import NewTokens
 
 CacheType = TypeVar("CacheType", bound="Cache")
 

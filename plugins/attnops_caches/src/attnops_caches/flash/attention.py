@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Final
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Final, Unpack
 
 import jax
 
+from attnops.errors import Reason
 from attnops.kernels.flash import FlashCall
 from attnops.masks.at import At
 from attnops.masks.base import And, Mask
 from attnops.masks.positions import SlidingWindow
+from attnops.operations.flash import FlashAttention
 from attnops.operations.flash.backend import NativeFlash, call_once
 from attnops.operations.flash.forward import KeyValue, forward
 from attnops.operations.flash.operands import NativeArrays
 from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remainder
 from attnops.operations.flash.tile_schedule import NativeTileSchedule
 from attnops.operations.flash.tile_sizes import NativeTileSizes, choose_tiles
+from attnops.output import OperationOutput
+from attnops_caches.calls.reader import READERS, CacheLimits, CacheOptions, CacheReader, cache_of
 from attnops_caches.flash import whole
+from attnops_caches.masks.packed import by_query
 from attnops_caches.masks.slots import AtSlots
 from attnops_caches.tiles import StoreLoader, TileAt, TileLoader
+
+if TYPE_CHECKING:
+    from attnops.dispatch.request import AttentionRequest
+    from attnops_caches.base import Cache
 
 # Up to so many queries, keys take longer to read than to multiply with, and the tiles are these.
 _FEW: Final = 16
@@ -48,9 +58,7 @@ class CachedFlash(NativeFlash):
     """The native backend with tiles that fit a cache; static.
 
     Attributes:
-        slots: the slots of a row of the cache.
-        itemsize: bytes of a stored number.
-        unit: tiles begin at a multiple of so many slots, such as the page size.
+        slots, itemsize, unit: those of the `TileLoader`.
         is_packed: whether the tiles of all rows follow one another.
     """
 
@@ -144,3 +152,34 @@ def _tile_at(plan: NativePlan, backend: CachedFlash, group: Index, kv_tile: Inde
 
 # Compiled once for equal plans, also where the caller does not compile.
 _compiled = jax.jit(_forward, static_argnums=(0, 1))
+
+
+CODECS: Final = frozenset({"int8", "float8_e4m3fn", "float8_e5m2"})
+
+
+class NativeFlashReader(CacheReader):
+    """Reads tiles of any cache that has a loader, see `attnops_caches.Cache.loader`."""
+
+    limits: ClassVar[CacheLimits] = CacheLimits(storages=None, codecs=CODECS, latent=True, packed=True)
+
+    def unsupported(self, operation: FlashAttention, request: AttentionRequest) -> Iterable[Reason]:
+        if not cache_of(request).has_loader:
+            yield Reason("cache", cache_of(request).storage, "has no loader of tiles", "define its loader()")
+
+    def attend(
+        self, operation: FlashAttention, query: jax.Array, cache: Cache, **options: Unpack[CacheOptions]
+    ) -> OperationOutput:
+        """See `CacheReader.attend`."""
+        is_packed = query.shape[0] == 1 and cache.batch > 1
+        rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
+        key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
+                      (cache.head_dim, cache.value_head_dim))  # fmt: skip
+        options["mask"] = by_query(options["mask"], (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+        call = FlashCall.of(operation.metadata, query, key, value, options)
+        loader = cache.loader()
+        assert loader is not None
+        out, lse = cached_attention(call, loader, is_packed)
+        return OperationOutput(out, None, lse if options.get("return_lse") else None)
+
+
+READERS[FlashAttention] = {"native": NativeFlashReader()}

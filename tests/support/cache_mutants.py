@@ -145,9 +145,9 @@ MUTANTS = {
         STORE + "_write", "jnp.where(is_new, given, old)", "given", "op.step + 4 queries + query_lengths"
     ),
     "scales of new tokens are not stored": Mutant(
-        STORE + "Store.encoded",
-        "and layout.has_token_scales",
-        "and False",
+        LAYOUT + "encoded",
+        "if self.has_token_scales:",
+        "if False:",
         "int8 by token_head + op.step",
     ),
     "values are dequantised with the keys' scales": Mutant(

@@ -160,8 +160,7 @@ class Store:
 
     def decoded(self, blocks: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Some blocks of each array of `_blocks`, [..., K, n, d], as keys and values; float32 with a codec."""
-        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale} | blocks
-        return self.layout.decoded(blocks["key"], blocks.get("value"), scales["key_scale"], scales["value_scale"])
+        return self.layout.decoded({"key_scale": self.key_scale, "value_scale": self.value_scale} | blocks)
 
     @property
     def kv_heads(self) -> int:
@@ -198,18 +197,8 @@ class Store:
         return dataclasses.replace(self, **changes)
 
     def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
-        """New tokens as they are stored, [B, K, T, d], and their scales by token, [B, K, T]; by the names of arrays."""
-        layout, stored_value = self.layout, None
-        stored, scale = layout.encoded(key, self.key_scale)
-        scales = {"key_scale": scale}
-        if value is not None:
-            stored_value, scales["value_scale"] = layout.encoded(value, self.value_scale)
-        if layout.content == "separate":
-            assert stored_value is not None
-            arrays = {"key": stored, "value": stored_value}
-        else:
-            arrays = {"key": layout.joined(stored, stored_value)}
-        return arrays | {name: x for name, x in scales.items() if x is not None and layout.has_token_scales}
+        """New tokens as they are stored, see `TokenLayout.encoded`."""
+        return self.layout.encoded(key, value, self.key_scale, self.value_scale)
 
 
 def _write(

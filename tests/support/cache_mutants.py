@@ -38,7 +38,7 @@ class Mutant(NamedTuple):
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put the changed function in the place of the right one."""
         # Not a program of the right function, and none of the changed one that outlives the test.
-        for cls, program in ((Cache, "_append"), (Store, "write"), (Store, "write_some")):
+        for cls, program in ((Cache, "_append"), (Store, "write")):
             monkeypatch.setattr(cls, program, inspect.unwrap(getattr(cls, program)))
         module_name, _, path = self.where.partition(":")
         owner = importlib.import_module(f"attnops_caches.{module_name}")
@@ -145,9 +145,9 @@ MUTANTS = {
         STORE + "_write", "jnp.where(is_new, given, old)", "given", "op.step + 4 queries + query_lengths"
     ),
     "scales of new tokens are not stored": Mutant(
-        STORE + "Store._tokens",
-        "and layout.has_token_scales",
-        "and False",
+        LAYOUT + "encoded",
+        "if self.has_token_scales:",
+        "if False:",
         "int8 by token_head + op.step",
     ),
     "values are dequantised with the keys' scales": Mutant(
@@ -200,7 +200,7 @@ MUTANTS = {
     "biases are by slot": Mutant(
         CALL + "slot_bias",
         "positions, scores.q_rows)",
-        "0 * scores.arrays[0] + jnp.arange(cache.length), scores.q_rows)",
+        "0 * scores.arrays[0] + jnp.arange(scores.cache.length), scores.q_rows)",
         "ALiBi + ring",
     ),
     "packed queries see tokens of other rows": Mutant(
@@ -258,6 +258,6 @@ IN_PLACE = {
         "paged",
     ),
     "packed queries read the first row": Mutant(
-        "flash.attention:_tile_at", "row, slot = slot // blocks.slots", "row, slot = 0 * slot", "packed rows"
+        "flash.attention:_tile_at", "row, slot = slot // backend.slots", "row, slot = 0 * slot", "packed rows"
     ),
 }

@@ -15,7 +15,7 @@ from attnops.kernels.flash import FlashCall
 from attnops.masks import Causal, Mask, SlidingWindow
 from attnops.operations.flash.tile_sizes import WIDE
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized
-from attnops_caches.flash.attention import Blocks, CachedFlash
+from attnops_caches.flash.attention import CachedFlash
 
 H, K, D = 4, 2, 16
 
@@ -27,7 +27,7 @@ def tiles(
     query = jnp.zeros((1, T, H, head_dim))
     keys = jax.ShapeDtypeStruct((1, slots, K, head_dim), jnp.float32)
     call = FlashCall(OperationMetadata(**options), query, keys, keys, mask)
-    return CachedFlash(Blocks(slots, itemsize, page or 1, is_packed)).tiles(call, WIDE)
+    return CachedFlash(slots, itemsize, page or 1, is_packed).tiles(call, WIDE)
 
 
 def test_a_tile_of_few_queries_has_no_row_that_does_not_exist():

@@ -8,11 +8,10 @@ cache is on a mesh; a process that loads one imports this module first.
 """
 
 import attnops.output  # noqa: F401  # what a step returns, for programs of `jax.export`
-import attnops_caches.flash.reader  # noqa: F401  # the core's native `flash` reads caches in place
+import attnops_caches.flash.attention  # noqa: F401  # the core's native `flash` reads caches in place
 from attnops_caches._version import __version__
-from attnops_caches.base import Cache
-from attnops_caches.calls.limits import CacheLimits
-from attnops_caches.calls.reader import CacheOptions, CacheReader, cache_of, in_place_reasons, step_reasons
+from attnops_caches.base import Cache, Contents
+from attnops_caches.calls.reader import CacheLimits, CacheOptions, CacheReader, cache_of, in_place_reasons, step_reasons
 from attnops_caches.calls.request import CacheRequest, slots_of_row
 from attnops_caches.codec import Quantized
 from attnops_caches.create import TokenOptions
@@ -23,10 +22,9 @@ from attnops_caches.placement import Placement, sharded
 from attnops_caches.pool import PageCopies, PagePool
 from attnops_caches.rows import Rows
 from attnops_caches.sizes import bytes_per_page, pages_that_fit
-from attnops_caches.store import Pieces
+from attnops_caches.store import NewTokens, Pending, Pieces
 from attnops_caches.stored import StoredCache
 from attnops_caches.tiles import KeyValue, TileAt, TileLoader
-from attnops_caches.tokens import Contents, NewTokens, Pending
 from attnops_caches.window import WindowCache
 
 __all__ = [

@@ -6,24 +6,24 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.dispatch.source import Source
+from attnops.exported import serialised_tuple
 from attnops.masks.base import Mask
 from attnops_caches.calls.bind import bind_cached
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.run import run_over_cache
-from attnops_caches.calls.step import Step, step
+from attnops_caches.calls.step import step
 from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
-from attnops_caches.tokens import Contents, Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -36,6 +36,39 @@ if TYPE_CHECKING:
 
 
 CacheType = TypeVar("CacheType", bound="Cache")
+
+
+@serialised_tuple
+class Contents(NamedTuple):
+    """What a cache holds, by slot.
+
+    Attributes:
+        keys: [B, S, K, D], dequantised, of the cache's dtype.
+        values: [B, S, K, Dv], dequantised, of the cache's dtype.
+        positions: the tokens' positions in their sequences, int32 [B, S].
+        held: whether the slot holds a token, bool [B, S]; the others may hold anything, NaN too.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    positions: jax.Array
+    held: jax.Array
+
+
+class Planned(NamedTuple):
+    """Where new tokens go, and what the rows are after they are written.
+
+    Attributes:
+        pieces: where they go; ``row`` is a row of the cache, and ``first`` is 0 for the row's first new token.
+        fit: how many of each row's tokens fit, int32 [B].
+        dropped: whether some token of the row did not fit, bool [B].
+        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
+    """
+
+    pieces: Pieces
+    fit: jax.Array
+    dropped: jax.Array
+    starts: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +127,7 @@ class Cache(Source):
 
     def run(self, operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
         """See `attnops.Source.run`: in place where the class has a reader for it, else on the arrays of `read`."""
-        return run_over_cache(operation, forward, call)
+        return run_over_cache(operation, forward, call)[0]
 
     def step(
         self,
@@ -108,9 +141,7 @@ class Cache(Source):
 
         Queries of tokens that did not fit see the tokens that did; ``overflowed`` says so.
         """
-        rest = {name: x for name, x in options.items() if name not in self.options}
-        given = options.get("query_lengths"), options.get("rows")
-        return step(Step(operation, query, key, value, self, *given, rest))
+        return step(operation, query, key, value, self, options)
 
     @property
     def batch(self) -> int:
@@ -207,17 +238,18 @@ class Cache(Source):
             count = zeros.at[slots].add(counts)
             starts = zeros.at[slots].add(jnp.where(counts > 0, rows.firsts(T), 0))
         pieces, fit = self.place(T, count, every)
-        return Planned(pieces, fit, self.lengths + fit, fit < wanted, starts)
+        return Planned(pieces, fit, fit < wanted, starts)
 
     @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append`, its arguments checked."""
         planned = self.planned(key.shape[1], count, rows)
-        return self.write(key, value, planned.pieces_of_tokens, rows is not None).grown(planned)
+        return self.write(key, value, planned.pieces.packed(planned.starts), rows is not None).grown(planned)
 
     def grown(self, planned: Planned) -> Self:
         """This cache with the lengths that it has after an append."""
-        return dataclasses.replace(self, lengths=planned.lengths, overflowed=self.overflowed | planned.dropped)
+        lengths, overflowed = self.lengths + planned.fit, self.overflowed | planned.dropped
+        return dataclasses.replace(self, lengths=lengths, overflowed=overflowed)
 
     @abc.abstractmethod
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:

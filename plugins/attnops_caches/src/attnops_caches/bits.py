@@ -27,8 +27,7 @@ def bits_dtype(dtype: DType) -> DType:
 
 def to_bits(x: jax.Array) -> jax.Array:
     """``x`` as it is stored."""
-    dtype = bits_dtype(x.dtype)
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+    return from_bits(x, bits_dtype(x.dtype))
 
 
 def from_bits(x: jax.Array, dtype: DType) -> jax.Array:

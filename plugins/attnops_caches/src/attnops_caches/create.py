@@ -52,13 +52,9 @@ class TokenOptions(TypedDict, total=False):
 
 
 def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[TokenOptions]) -> Store:
-    """An empty store, its arguments checked.
+    """An empty store of ``blocks`` of n = ``slots``, its arguments checked.
 
-    Args:
-        blocks: how many.
-        slots: n, of a block.
-        joins: whether key and value are in one array, without zeros unless a width is given.
-        **tokens: `TokenOptions`.
+    If ``joins``, key and value are in one array, without zeros unless a width is given.
     """
     given = given_options(tokens)
     K, layers = check_size("kv_heads", given.pop("kv_heads")), given.pop("layers", None)

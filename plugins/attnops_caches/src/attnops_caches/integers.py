@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -59,20 +60,25 @@ def pairs(source: Any, target: Any, prefix: str = "", what: str = "") -> tuple[A
     return source, target
 
 
+def integers_of_shape(name: str, values: Any, shapes: Container[tuple[int, ...]], what: str) -> Any:
+    """`array` of integers; raises a `ValueError` that says ``what`` they must be, unless ``shapes`` has their shape."""
+    values = array(values)
+    if np.dtype(values.dtype).kind not in "iu" or values.shape not in shapes:
+        raise ValueError(f"{name} is {values.dtype} {tuple(values.shape)}, but must be {what}")
+    return values
+
+
 def integers_by_row(name: str, values: Any, batch: int) -> jax.Array:
     """Integers [B] as int32."""
-    array = values if hasattr(values, "dtype") else np.asarray(values)
-    if np.dtype(array.dtype).kind not in "iu" or array.shape != (batch,):
-        raise ValueError(f"{name} is {array.dtype} {tuple(array.shape)}, but must be integers [B]=({batch},)")
-    if isinstance(array, np.ndarray) and array.size and not -(2**31) <= int(array.min()) <= int(array.max()) < 2**31:
-        raise ValueError(f"{name} is from {array.min()} to {array.max()}, but must fit int32")
-    return int32(array)
+    values = integers_of_shape(name, values, [(batch,)], f"integers [B]=({batch},)")
+    known = isinstance(values, np.ndarray) and values.size
+    if known and not -(2**31) <= int(values.min()) <= int(values.max()) < 2**31:
+        raise ValueError(f"{name} is from {values.min()} to {values.max()}, but must fit int32")
+    return int32(values)
 
 
 def check_layer(layer: Any, layers: int) -> None:
     """Raises a `ValueError` unless ``layer`` is an integer, from 0 to ``layers - 1`` as far as it is known."""
-    array = layer if hasattr(layer, "dtype") else np.asarray(layer)
-    if np.dtype(array.dtype).kind not in "iu" or array.ndim:
-        raise ValueError(f"layer is {array.dtype} {tuple(array.shape)}, but must be an integer")
-    if not isinstance(array, jax.Array) and not 0 <= int(array) < layers:
-        raise ValueError(f"layer={int(array)} must be from 0 to {layers - 1}: the cache has {layers} layers")
+    layer = integers_of_shape("layer", layer, [()], "an integer")
+    if isinstance(layer, np.ndarray) and not 0 <= int(layer) < layers:
+        raise ValueError(f"layer={int(layer)} must be from 0 to {layers - 1}: the cache has {layers} layers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import jax
@@ -109,28 +110,38 @@ class TokenLayout:
             return value
         return x[..., : self.latent] if self.latent is not None else x[..., self.width - self.value_head_dim :]
 
-    def encoded(self, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """Keys or values [B, T, K, d] as they are stored, [B, K, T, d], and their scales."""
-        x = x.swapaxes(1, 2)
-        if self.codec is None:
-            return to_bits(x), None
-        stored, scale = self.codec.encode(x, None if self.has_token_scales else scale)
-        return to_bits(stored), scale
-
-    def joined(self, key: jax.Array, value: jax.Array | None) -> jax.Array:
-        """Stored keys [B, K, T, D] and values [B, K, T, Dv] in one array [B, K, T, W]."""
-        parts = [key, *([] if value is None else [value])]
-        zeros = jnp.zeros((*key.shape[:-1], self.width - sum(x.shape[-1] for x in parts)), key.dtype)
-        parts.insert(1, zeros)
-        return jnp.concatenate([x for x in parts if x.shape[-1]], axis=-1)
-
-    def decoded(
+    def encoded(
         self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Stored tokens [..., K, n, d] and their scales as keys and values, float32 with a codec."""
-        if self.content == "latent":
-            value_scale = key_scale
-        key, value = (from_bits(x, self.stored_dtype) for x in (self.key_of(key), self.value_of(key, value)))
+    ) -> dict[str, jax.Array]:
+        """Tokens [B, T, K, d] as they are stored, [B, K, T, d], and their scales by token, float32 [B, K, T].
+
+        Returns:
+            What belongs in each array of a `Store`, by its name.
+        """
+        arrays = {}
+        for name, x, scale in ("key", key, key_scale), ("value", value, value_scale):
+            if x is None:
+                continue
+            stored = x.swapaxes(1, 2)
+            if self.codec is not None:
+                stored, scales = self.codec.encode(stored, None if self.has_token_scales else scale)
+                if self.has_token_scales:
+                    arrays[f"{name}_scale"] = scales
+            arrays[name] = to_bits(stored)
+        if self.content != "separate":
+            first, last = arrays["key"], [arrays.pop("value")] if value is not None else []
+            padding = self.width - first.shape[-1] - sum(x.shape[-1] for x in last)
+            zeros = [jnp.zeros((*first.shape[:-1], padding), first.dtype)] if padding else []
+            arrays["key"] = jnp.concatenate([first, *zeros, *last], axis=-1)
+        return arrays
+
+    def decoded(self, arrays: Mapping[str, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+        """Parts of a `Store`'s arrays, by name, [..., K, n, d], as keys and values; float32 with a codec."""
+        stored, key_scale = arrays["key"], arrays["key_scale"]
+        value_scale = key_scale if self.content == "latent" else arrays["value_scale"]
+        assert stored is not None
+        key = from_bits(self.key_of(stored), self.stored_dtype)
+        value = from_bits(self.value_of(stored, arrays.get("value")), self.stored_dtype)
         if self.codec is not None:
             assert key_scale is not None
             assert value_scale is not None

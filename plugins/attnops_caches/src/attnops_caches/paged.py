@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from attnops.errors import Reason, UnsupportedError
 from attnops.exported import serialised
@@ -16,7 +15,7 @@ from attnops.sharding.mesh import names_of
 from attnops.sharding.placing import placed, whole
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.create import TokenOptions, create_rows, create_store
-from attnops_caches.integers import int32, pairs
+from attnops_caches.integers import int32, integers_of_shape, pairs
 from attnops_caches.layout import check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
@@ -153,13 +152,9 @@ class PagedCache(StoredCache):
         Raises:
             ValueError: another shape or dtype, or a known page that the cache does not have.
         """
-        array: Any = table if hasattr(table, "dtype") else np.asarray(table)
         shape = self.table.shape[-2:]
-        if np.dtype(array.dtype).kind not in "iu" or array.shape not in (shape, self.table.shape):
-            raise ValueError(
-                f"table is {array.dtype} {tuple(array.shape)}, but must be integers [B, max_pages]={shape}: the batch "
-                f"and max_pages of the cache"
-            )
+        what = f"integers [B, max_pages]={shape}: the batch and max_pages of the cache"
+        array = integers_of_shape("table", table, (shape, self.table.shape), what)
         if isinstance(array, np.ndarray) and array.size and (array.min() < -1 or array.max() >= self.pages_of_row):
             raise ValueError(
                 f"table has pages from {array.min()} to {array.max()}, but the cache has pages 0 to "
@@ -248,16 +243,14 @@ class PagedCache(StoredCache):
         """
         moved = self.copy_pages(copies)
         source, target = map(int32, pairs(source, target))
-        fields: dict[str, Any] = self._rows()
-        is_target = jnp.zeros((self.batch,), bool)
         row = jnp.arange(self.batch, dtype=jnp.int32)
+        origin, is_target = row, jnp.zeros((self.batch,), bool)
         for i in range(source.shape[0]):  # in order: a target may be a later source
-            is_copied = (source[i] >= 0) & (source[i] < self.batch) & (target[i] >= 0)
-            to = is_copied & (row == target[i])
-            axis, is_target = self.lengths.ndim - 1, is_target | to
-            for name, x in fields.items():
-                given = lax.dynamic_index_in_dim(x, jnp.clip(source[i], 0, self.batch - 1), axis)
-                fields[name] = jnp.where(to[:, None] if name == "table" else to, given, x)
+            to = (source[i] >= 0) & (source[i] < self.batch) & (row == target[i])
+            origin = jnp.where(to, origin[jnp.clip(source[i], 0, self.batch - 1)], origin)
+            is_target |= to
+        axis = self.lengths.ndim - 1
+        fields: dict[str, Any] = {name: jnp.take(x, origin, axis, mode="clip") for name, x in self._rows().items()}
         forked = dataclasses.replace(moved, **fields).with_table(table)
         failed = is_target & (forked.lengths < fields["lengths"])
         return dataclasses.replace(forked, overflowed=forked.overflowed | failed)
@@ -275,7 +268,13 @@ class PagedCache(StoredCache):
         """
         if self.store.first is not None:
             raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
-        self._check_whole()
+        if self._shards > 1:
+            reason = Reason(
+                "placement.batch", names_of(self.placement.batch if self.placement else None),
+                "shards rows and pages, which each shard's pool numbers from 0",
+                "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
+            )  # fmt: skip
+            raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])
         source, target = map(int32, pairs(copies.source, copies.target, "copies."))
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
@@ -291,13 +290,3 @@ class PagedCache(StoredCache):
 
     def _of_layer(self) -> dict[str, jax.Array]:
         return self._rows() | {"copied": self.copied}
-
-    def _check_whole(self) -> None:
-        """Raise an `UnsupportedError` where a mesh shards the pages."""
-        if self._shards > 1:
-            reason = Reason(
-                "placement.batch", names_of(self.placement.batch if self.placement else None),
-                "shards rows and pages, which each shard's pool numbers from 0",
-                "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
-            )  # fmt: skip
-            raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])

@@ -25,7 +25,7 @@ from attnops.sharding.modes import MODE_DECODE
 from attnops.sharding.placing import explicit_names, of_axes, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike, correct_spec
-from attnops_caches.tokens import NewTokens, Pending
+from attnops_caches.store import NewTokens, Pending
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
@@ -189,11 +189,8 @@ def _compiled(program: Program, shardings: tuple[NamedSharding, ...]) -> Callabl
 def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_page: bool = True) -> Placement:
     """The placement that rules give a cache, which may have shapes in place of arrays.
 
-    Args:
-        cache: the cache.
-        mesh: the mesh; axes that an enclosing `jax.shard_map` uses are left out.
-        axis_rules: the rules.
-        by_page: whether the mesh may shard a `PagedCache` by rows, each of which then has pages of its shard only.
+    Axes that an enclosing `jax.shard_map` uses are left out. If ``by_page``, the mesh may shard a `PagedCache` by rows,
+    each of which then has pages of its shard only.
     """
     if not cache.is_stored:
         return Placement(mesh, None, None, None)
@@ -222,24 +219,19 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
 
 
 def append(placement: Placement, cache: StoredType, *given: Any) -> StoredType:
-    """`Cache.append` on a mesh: each device writes the tokens of its rows, heads and slots.
-
-    Args:
-        placement: how the cache is sharded.
-        cache: the cache.
-        *given: what `Cache._new` returns.
+    """`Cache.append` on a mesh, given what `Cache._new` returns: each device writes to its rows, heads and slots.
 
     Raises:
         UnsupportedError: packed rows, and a context that is sharded.
     """
     if given[-1] is not None:
         check_packed(placement)
-    cache, grown, store = _on_shards(placement, _append_shard, cache, given)
+    cache, grown, store = _on_shards(placement, True, cache, *given)
     return dataclasses.replace(cache, store=store, **grown)
 
 
 def pending(placement: Placement, cache: StoredType, *given: Any) -> Pending[StoredType]:
-    """`StoredCache.pending` on a mesh, with the arguments of `append`: each device's new tokens.
+    """`StoredCache.pending` on a mesh, given what `Cache._new` returns: each device's new tokens.
 
     Raises:
         UnsupportedError: the context is sharded; or rows are packed, and the rows of the cache are sharded.
@@ -249,60 +241,55 @@ def pending(placement: Placement, cache: StoredType, *given: Any) -> Pending[Sto
         if axes is not None:
             reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
             raise UnsupportedError(f"tokens that a kernel would write:\n  - {reason}", [reason])
-    cache, grown, new = _on_shards(placement, _pending_shard, cache, given)
+    cache, grown, new = _on_shards(placement, False, cache, *given)
     return Pending(dataclasses.replace(cache, **grown), new)
 
 
-def _on_shards(placement: Placement, of_shard: Any, cache: StoredType, given: Any) -> tuple[StoredType, Any, Any]:
-    """The cache, placed on the mesh; and what ``of_shard`` returns of every device's shard of it."""
-    call = cache, *given
+def _on_shards(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any, Any]:
+    """The cache, placed on the mesh; and what `_of_shard` returns of every device's shard of it."""
     moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
-    return moved[0], *_on_placed_shards(placement, of_shard, *moved)
+    return moved[0], *_on_placed_shards(placement, writes, *moved)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_placed_shards(placement: Placement, of_shard: Any, *call: Any) -> Any:
+def _on_placed_shards(placement: Placement, writes: bool, *call: Any) -> Any:
     specs = _specs(placement, call)
-    written = specs[0].store
-    if of_shard is _pending_shard:
-        written = placement.specs_of_new(call[0], call[-1] is not None)
+    changed = specs[0].store if writes else placement.specs_of_new(call[0], call[-1] is not None)
     # Nothing is differentiated, and loops may have carries that don't vary as the check wants.
     return jax.shard_map(
-        functools.partial(of_shard, placement), in_specs=specs, out_specs=(_grown(specs[0]), written),
+        functools.partial(_of_shard, placement, writes), in_specs=specs, out_specs=(_grown(specs[0]), changed),
         check_vma=False, **mesh_arguments(placement.mesh),
     )(*call)  # fmt: skip
 
 
-def _specs(placement: Placement, call: tuple[Any, ...]) -> tuple[Any, ...]:
+def _specs(placement: Placement, call: tuple[Any, ...]) -> Any:
     """The specs of cache, key, value, count and rows."""
-    cache, *tokens, count, rows = call
-    batch = None if rows is not None else placement.batch
-    by_token, by_row = PartitionSpec(batch, None, placement.kv_heads), PartitionSpec(placement.batch)
-    rest = jax.tree.map(lambda x: by_token, tokens), jax.tree.map(lambda x: by_row, count)
-    return placement.specs(cache), *rest[0], rest[1], jax.tree.map(lambda x: PartitionSpec(), rows)
+    cache, _, _, _, rows = call
+    by_token = PartitionSpec(placement.batch if rows is None else None, None, placement.kv_heads)
+    specs = placement.specs(cache), by_token, by_token, PartitionSpec(placement.batch), PartitionSpec()
+    return jax.tree.broadcast(specs, call)
 
 
-def _append_shard(placement: Placement, cache: StoredCache, key: Any, value: Any, count: Any, rows: Any) -> Any:
-    """What an append changes of one device's shard."""
-    shard = placement.local(cache)
+def _of_shard(
+    placement: Placement, writes: bool, cache: StoredCache, key: Any, value: Any, count: Any, rows: Any
+) -> Any:
+    """What an append changes of one device's shard: by row; and its store, or if it does not write the new tokens."""
+    shard, lengths = placement.local(cache), cache.lengths
     if rows is not None:
         first = 0 if placement.batch is None else lax.axis_index(placement.batch) * shard.batch
         # Rows of other devices are out of range, and their tokens are dropped as padding is.
         rows = dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first)
     fit = count
     if placement.slots is not None:  # the tokens that fit some shard; a shard writes those that are in its slots
-        fit = jnp.clip(shard.length * placement.shards(placement.slots) - cache.lengths, 0, count)
+        fit = jnp.clip(shard.length * placement.shards(placement.slots) - lengths, 0, count)
+    if not writes:
+        after, new = shard._pending(key, value, fit, rows)
+        return _grown(after), new
     after = shard._append(key, value, fit, rows)
     grown = _grown(after)
     if placement.slots is not None:
-        grown = {"lengths": cache.lengths + fit, "overflowed": cache.overflowed | (fit < count)}
+        grown = {"lengths": lengths + fit, "overflowed": cache.overflowed | (fit < count)}
     return grown, dataclasses.replace(after.store, first=cache.store.first, blocks=cache.store.blocks)
-
-
-def _pending_shard(placement: Placement, cache: StoredCache, *given: Any) -> Any:
-    """What an append changes of one device's shard but its store, and the new tokens."""
-    after, new = placement.local(cache)._pending(*given)
-    return _grown(after), new
 
 
 def _grown(cache: StoredCache) -> dict[str, Any]:

@@ -61,9 +61,13 @@ class Rows:
         if not slots.shape[0]:
             raise ValueError("Rows has 0 slots, but must have at least 1; its run may be empty: Rows([0, 0], [0])")
         if isinstance(starts, np.ndarray):
-            _check_starts(starts.astype(np.int64), N)
-        if isinstance(slots, np.ndarray) and isinstance(starts, np.ndarray):
-            _check_slots(slots.astype(np.int64)[np.diff(starts.astype(np.int64)) > 0], batch)
+            bounds = starts.astype(np.int64)
+            if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > N:
+                raise ValueError(
+                    f"Rows' starts={bounds.tolist()} must not decrease, from 0 at least to the {N} queries at most"
+                )
+            if isinstance(slots, np.ndarray):
+                _check_slots(slots.astype(np.int64)[np.diff(bounds) > 0], batch)
         return Rows(int32(starts), int32(slots))
 
     def counts(self, N: int, batch: int) -> jax.Array:
@@ -109,13 +113,6 @@ def check_rows(rows: object) -> Rows:
     if not isinstance(rows, Rows):
         raise ValueError(f"rows is a {type(rows).__name__}, but must be an attnops_caches.Rows(starts, slots)")
     return rows
-
-
-def _check_starts(starts: Any, N: int) -> None:
-    if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > N:
-        raise ValueError(
-            f"Rows' starts={starts.tolist()} must not decrease, from 0 at least to the {N} queries at most"
-        )
 
 
 def _check_slots(slots: Any, batch: int) -> None:

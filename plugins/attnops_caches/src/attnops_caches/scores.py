@@ -17,12 +17,12 @@ import numpy as np
 from attnops.biases import Bias, RelativeBias, ScoreFn, ScoreProgram
 from attnops.masks.ancestors import Ancestors
 from attnops.masks.at import At
-from attnops.masks.base import And, Mask, Not, Or
+from attnops.masks.base import Mask
 from attnops.masks.positions import Full
 from attnops.masks.tokens import Segments
 from attnops.sharding.placing import whole
 from attnops_caches.masks.packed import Packed, PackedByRow
-from attnops_caches.masks.slots import NO_KEY, NO_QUERY, AtSlots, Held, Slots, segments
+from attnops_caches.masks.slots import NO_KEY, NO_QUERY, AtSlots, Held, Slots, mapped, segments
 
 if TYPE_CHECKING:
     from attnops.typing import Index, Leaf
@@ -86,21 +86,16 @@ class ScorePositions:
         return Segments(q_ids, jnp.where(held, rows, NO_KEY).reshape(1, -1))
 
 
-def slot_mask(mask: Mask | None, cache: Cache, scores: ScorePositions) -> Mask:
-    """The mask of a call by slot, bound.
-
-    Args:
-        mask: the caller's mask; its arrays by key, [..., S], are by position.
-        cache: the cache.
-        scores: the scores of the call.
+def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
+    """The mask of a call by slot, bound. Arrays by key of the caller's ``mask``, [..., S], are by position.
 
     Raises:
         ValueError: it fits no call of this shape, or has an array by key and positions have no limit.
     """
-    mask = cache.mask(mask)
+    mask = scores.cache.mask(mask)
     exists = scores.exists()
     if not scores.is_packed:
-        both = exists if mask is None else _by_slot(mask, cache, scores) & exists
+        both = exists if mask is None else mapped(mask, functools.partial(_by_slot, scores)) & exists
         return both.bind(*scores.slots_shape)
     rows = jnp.arange(scores.shape[0], dtype=jnp.int32)[None]
     if mask is None:
@@ -112,30 +107,22 @@ def slot_mask(mask: Mask | None, cache: Cache, scores: ScorePositions) -> Mask:
         )
     # The scores of a batch in which each row has all N queries.
     of_rows = dataclasses.replace(scores, q_rows=None)
-    by_row = _by_slot(mask, cache, of_rows).bind(*scores.shape)
+    by_row = mapped(mask, functools.partial(_by_slot, of_rows)).bind(*scores.shape)
     if _varies(by_row):
-        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, cache.length)
+        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, scores.cache.length)
     return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
 
 
-def _by_slot(mask: Mask, cache: Cache, scores: ScorePositions) -> Mask:
+def _by_slot(scores: ScorePositions, mask: Mask) -> Mask:
     """A caller's mask of a batch, by slot: evaluated at the slots' positions, or its arrays by key taken to slots."""
-    if isinstance(mask, (And, Or)):
-        return type(mask)(_by_slot(mask.left, cache, scores), _by_slot(mask.right, cache, scores))
-    if isinstance(mask, Not):
-        return Not(_by_slot(mask.mask, cache, scores))
     q_positions = _unpadded(scores.q_positions) if isinstance(mask, Ancestors) else scores.q_positions
-    if scores.rows is not None and not isinstance(mask, Ancestors) and _is_of_core(mask):
+    if scores.rows is not None and not isinstance(mask, Ancestors) and type(mask).__module__.startswith("attnops."):
         place: Any = jax.ShapeDtypeStruct(scores.rows.sizes, jnp.int32)
         placed: Mask = mask.at(q_positions, place)
         if isinstance(placed, At) and placed.q_positions is q_positions and placed.kv_positions is place:
             return AtSlots(placed.mask, q_positions, scores.rows.without_pages())
     placed = mask.at(q_positions, scores.slot_positions)
-    return _keys_by_slot(mask.bind(*scores.shape), cache, scores.slot_positions) if placed is mask else placed
-
-
-def _is_of_core(mask: Mask) -> bool:
-    return type(mask).__module__.startswith("attnops.")
+    return _keys_by_slot(mask.bind(*scores.shape), scores) if placed is mask else placed
 
 
 def _unpadded(q_positions: jax.Array) -> jax.Array:
@@ -145,7 +132,7 @@ def _unpadded(q_positions: jax.Array) -> jax.Array:
     return first + place
 
 
-def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: ScorePositions) -> Bias:
+def slot_bias(bias: jax.Array | Bias, scores: ScorePositions) -> Bias:
     """The bias of a call by slot, bound; see `slot_mask`."""
     bound: jax.Array | Bias
     if isinstance(bias, Bias):
@@ -160,8 +147,8 @@ def slot_bias(bias: jax.Array | Bias, cache: Cache, scores: ScorePositions) -> B
         bound = placed.bind(*scores.shape)
     else:
         bound = bias
-        if cache.unbounded and bias.shape[3] > 1:
-            raise ValueError(_no_limit("bias", cache))
+        if bias.shape[3] > 1:
+            _check_bounded("bias", scores.cache)
     positions = scores.slot_positions if scores.rows is None else scores.rows.without_pages()
     return SlotBias(bound, scores.q_positions, positions, scores.q_rows)
 
@@ -240,27 +227,25 @@ def _varies(mask: Mask) -> bool:
         varies |= not by_query and any(
             size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
         )  # fmt: skip
-    inner = [x for x in _children(mask) if not isinstance(x, Slots)]
-    return varies or mask.axes is None or any(map(_varies, inner))
+    return varies or mask.axes is None or any(_varies(x) for x in masks_in(mask) if not isinstance(x, Slots))
 
 
-def _children(mask: Mask) -> list[Mask]:
-    if not dataclasses.is_dataclass(mask):
-        return []
-    values = (getattr(mask, field.name) for field in dataclasses.fields(mask))
+def masks_in(mask: Mask) -> list[Mask]:
+    """The masks among the fields of a mask."""
+    fields: tuple[Any, ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
+    values = (getattr(mask, field.name) for field in fields)
     return [value for value in values if isinstance(value, Mask)]
 
 
-def _keys_by_slot(mask: Mask, cache: Cache, positions: jax.Array) -> Mask:
+def _keys_by_slot(mask: Mask, scores: ScorePositions) -> Mask:
     """A bound mask of tokens with its arrays by key position taken to slots."""
     changes: dict[str, Any] = {}
-    S = positions.shape[1]
+    positions = jnp.clip(scores.slot_positions, 0, scores.cache.length - 1)
     for name, letters in (mask.axes or {}).items():
         value: Leaf = getattr(mask, name, None)
         if "s" in letters and np.ndim(value) == len(letters) and np.shape(value)[letters.index("s")] > 1:
-            if cache.unbounded:
-                raise ValueError(_no_limit(repr(mask), cache))
-            changes[name] = _taken(jnp.asarray(value), letters, jnp.clip(positions, 0, S - 1))
+            _check_bounded(repr(mask), scores.cache)
+            changes[name] = _taken(jnp.asarray(value), letters, positions)
     return dataclasses.replace(mask, **changes) if changes else mask  # type: ignore[type-var]
 
 
@@ -275,8 +260,9 @@ def _taken(value: Leaf, letters: str, positions: jax.Array) -> jax.Array:
     return jnp.take_along_axis(value, index, axis=axis)
 
 
-def _no_limit(what: str, cache: Cache) -> str:
-    return (
-        f"{what} has an array by key, but positions in a {type(cache).__name__} of {cache.length} slots have no limit; "
-        f"use a mask or bias that is computed from positions, or a DenseCache"
-    )
+def _check_bounded(what: str, cache: Cache) -> None:
+    if cache.unbounded:
+        raise ValueError(
+            f"{what} has an array by key, but positions in a {type(cache).__name__} of {cache.length} slots have no "
+            f"limit; use a mask or bias that is computed from positions, or a DenseCache"
+        )

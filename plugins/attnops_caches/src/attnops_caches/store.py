@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jax import lax
 
 from attnops.exported import serialised, serialised_tuple
 from attnops_caches.layout import TokenLayout
+
+CacheOf = TypeVar("CacheOf")
 
 
 @serialised_tuple
@@ -36,6 +38,46 @@ class Pieces(NamedTuple):
     size: jax.Array
     block: jax.Array
     slot: jax.Array
+
+    def packed(self, starts: jax.Array | None) -> Pieces:
+        """These pieces by row of a cache as pieces of packed tokens, in which rows begin at ``starts``; None: not."""
+        if starts is None:
+            return self
+        return self._replace(first=self.first + starts[self.row], row=jnp.zeros_like(self.row))
+
+
+@serialised_tuple
+class NewTokens(NamedTuple):
+    """New tokens that are not written yet.
+
+    Attributes:
+        tokens: what is written to each array of the `Store`, by its name: tokens as they are stored, [B, K, T, d], and
+            scales by token, [B, K, T]; for packed rows [1, K, N, d] and [1, K, N].
+        first: the slot of each row's first new token, int32 [B]; in a ring, slot 0 follows the last slot.
+        size: how many tokens of each row fit, int32 [B].
+        blocks: the blocks that each row's tokens go to, in order, int32 [B, blocks].
+        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
+    """
+
+    tokens: dict[str, jax.Array]
+    first: jax.Array
+    size: jax.Array
+    blocks: jax.Array
+    starts: jax.Array | None = None
+
+
+@serialised_tuple
+class Pending(NamedTuple, Generic[CacheOf]):
+    """An append whose tokens are not written yet.
+
+    Attributes:
+        cache: its lengths are those after the append, but its arrays lack the tokens: a kernel that writes them, or
+            `StoredCache.write_new`, makes it a cache to read.
+        new: the tokens.
+    """
+
+    cache: CacheOf
+    new: NewTokens
 
 
 @serialised(layout=(TokenLayout.to_json, TokenLayout.from_json))
@@ -88,11 +130,9 @@ class Store:
 
     def layer(self, layer: jax.typing.ArrayLike) -> Store:
         """One layer of a store with a layer axis: the arrays stay those of all layers, with the axis, see `flat`."""
-        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
-        given = {} if self.layout.has_token_scales else {name: x for name, x in scales.items() if x is not None}
-        changes: dict[str, Any] = {
-            name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()
-        }
+        names = () if self.layout.has_token_scales else ("key_scale", "value_scale")
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
+        changes: Any = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()}
         first = jnp.asarray(layer, jnp.int32) * self.own_blocks
         return dataclasses.replace(self, **changes, first=first, blocks=self.own_blocks)
 
@@ -113,10 +153,6 @@ class Store:
         local_blocks = self.key.shape[-4]
         return dataclasses.replace(self, first=self.first // self.own_blocks * local_blocks, blocks=local_blocks)
 
-    def with_layer(self, one: Store) -> Store:
-        """This store, of all layers, with the arrays of ``one``, a layer whose arrays are those of all layers."""
-        return dataclasses.replace(self, **one._blocks())  # type: ignore[arg-type]
-
     def _blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks."""
         names = ("key", "value", *(("key_scale", "value_scale") if self.layout.has_token_scales else ()))
@@ -124,36 +160,29 @@ class Store:
 
     def decoded(self, blocks: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Some blocks of each array of `_blocks`, [..., K, n, d], as keys and values; float32 with a codec."""
-        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale} | blocks
-        return self.layout.decoded(blocks["key"], blocks.get("value"), scales["key_scale"], scales["value_scale"])
+        return self.layout.decoded({"key_scale": self.key_scale, "value_scale": self.value_scale} | blocks)
 
     @property
     def kv_heads(self) -> int:
         """K."""
         return self.key.shape[-3]
 
-    @functools.partial(jax.jit, inline=True)
-    def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces) -> Store:
+    @functools.partial(jax.jit, inline=True, static_argnames="sparse")  # else each eager call would compile its loop
+    def write(self, tokens: dict[str, jax.Array], pieces: Pieces, *, sparse: bool) -> Store:
         """This store with new tokens; every other slot is unchanged.
 
         Args:
-            key: [B, T, K, D].
-            value: [B, T, K, Dv]; None for latent content.
+            tokens: what `encoded` returns of them.
             pieces: where they go.
+            sparse: whether most pieces may be empty: then the loop leaves these out.
 
         Memory: O(new tokens) of temporaries; the store itself is updated in place where its buffer is donated.
         """
-        return self._written(self._tokens(key, value), pieces, pieces.row.shape[0])
-
-    @functools.partial(jax.jit, inline=True)  # else its loop would be compiled in each eager call
-    def write_some(self, tokens: dict[str, jax.Array], pieces: Pieces) -> Store:
-        """`write` of tokens as `NewTokens` has them, where most pieces may be empty: the loop leaves them out."""
-        is_some = pieces.size > 0
-        order = jnp.argsort(~is_some, stable=True)
-        return self._written(tokens, Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32))
-
-    def _written(self, tokens: dict[str, jax.Array], pieces: Pieces, count: jax.Array | int) -> Store:
-        """This store with the first ``count`` pieces of new tokens."""
+        count: jax.Array | int = pieces.row.shape[0]
+        if sparse:
+            is_some = pieces.size > 0
+            order = jnp.argsort(~is_some, stable=True)
+            pieces, count = Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32)
         scales = {name for name in tokens if name.endswith("scale")}
 
         def with_features(name: str, x: jax.Array) -> jax.Array:
@@ -167,19 +196,9 @@ class Store:
         }
         return dataclasses.replace(self, **changes)
 
-    def _tokens(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
-        """New tokens as they are stored, [B, K, T, d], and their scales by token, [B, K, T]; by the names of arrays."""
-        layout, stored_value = self.layout, None
-        stored, scale = layout.encoded(key, self.key_scale)
-        scales = {"key_scale": scale}
-        if value is not None:
-            stored_value, scales["value_scale"] = layout.encoded(value, self.value_scale)
-        if layout.content == "separate":
-            assert stored_value is not None
-            arrays = {"key": stored, "value": stored_value}
-        else:
-            arrays = {"key": layout.joined(stored, stored_value)}
-        return arrays | {name: x for name, x in scales.items() if x is not None and layout.has_token_scales}
+    def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
+        """New tokens as they are stored, see `TokenLayout.encoded`."""
+        return self.layout.encoded(key, value, self.key_scale, self.value_scale)
 
 
 def _write(

@@ -11,16 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from attnops_caches.base import Cache
+from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import check_layer
 from attnops_caches.placement import append as append_by_shard
 from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows
-from attnops_caches.store import Pieces, Store
+from attnops_caches.store import NewTokens, Pending, Pieces, Store
 from attnops_caches.tiles import StoreLoader, TileLoader
-from attnops_caches.tokens import Contents, NewTokens, Pending, of_packed
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -128,7 +127,7 @@ class StoredCache(Cache):
         """`pending` on one device, its arguments checked."""
         planned = self.planned(key.shape[1], count, rows)
         first, blocks = self._first_new(planned.pieces)
-        new = NewTokens(self.store._tokens(key, value), first, planned.fit, blocks, planned.starts)
+        new = NewTokens(self.store.encoded(key, value), first, planned.fit, blocks, planned.starts)
         return Pending(self.grown(planned), new)
 
     def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
@@ -149,7 +148,7 @@ class StoredCache(Cache):
         before = dataclasses.replace(self, lengths=self.lengths - new.size)
         T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
         pieces, _ = before.place(T, jnp.where(rows, new.size, 0), every)
-        store = self.store.write_some(new.tokens, of_packed(pieces, new.starts))
+        store = self.store.write(new.tokens, pieces.packed(new.starts), sparse=True)
         return dataclasses.replace(self, store=store)
 
     def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
@@ -157,10 +156,7 @@ class StoredCache(Cache):
         return self.lengths, pieces.block.reshape(self.batch, -1)
 
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
-        if sparse:
-            store = self.store.write_some(self.store._tokens(key, value), pieces)
-        else:
-            store = self.store.write(key, value, pieces)
+        store = self.store.write(self.store.encoded(key, value), pieces, sparse=sparse)
         return dataclasses.replace(self, store=store)
 
     def layer(self, layer: ArrayLike) -> Self:
@@ -204,7 +200,8 @@ class StoredCache(Cache):
         check_layer(layer, self.lengths.shape[0])
         new = one._of_layer()
         fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
-        return dataclasses.replace(self, store=self.store.with_layer(one.store), **fields)  # type: ignore[arg-type]
+        store = dataclasses.replace(self.store, **one.store._blocks())  # type: ignore[arg-type]
+        return dataclasses.replace(self, store=store, **fields)  # type: ignore[arg-type]
 
     def read(self) -> Contents:
         self._check_layer()

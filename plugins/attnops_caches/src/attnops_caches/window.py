@@ -12,6 +12,7 @@ import numpy as np
 from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
+from attnops_caches.base import Planned
 from attnops_caches.create import TokenOptions, create_rows, create_store
 from attnops_caches.dense import RowCache
 from attnops_caches.layout import check_size
@@ -19,7 +20,6 @@ from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
-from attnops_caches.tokens import Planned
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -117,7 +117,7 @@ class WindowCache(RowCache):
 
     def grown(self, planned: Planned) -> Self:
         cache = super().grown(planned)
-        return dataclasses.replace(cache, written=jnp.maximum(self.written, planned.lengths))
+        return dataclasses.replace(cache, written=jnp.maximum(self.written, cache.lengths))
 
     def truncate(self, lengths: ArrayLike) -> Self:
         """See `Cache.truncate`. Taking back more than ``max_append`` tokens sets ``overflowed`` where the ring lost

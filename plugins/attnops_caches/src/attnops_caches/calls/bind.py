@@ -48,14 +48,10 @@ def bind_cached(
     cache: Cache,
     options: dict[str, Any],
 ) -> Call:
-    """The call of an attention operation over a cache; its arguments are query and cache.
+    """The call of an attention operation over a cache, which already holds the queries' tokens; see `Cache.bind`.
 
-    Args:
-        metadata: the operation's metadata.
-        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; for packed rows the batch is 1.
-        cache: the cache, which already holds the queries' tokens.
-        options: the options by name, those of `Cache.bind` among them; ``_lengths``, int32 [B], are the rows'
-            lengths with these queries, if they are not the cache's because some did not fit.
+    The option ``_lengths``, int32 [B], is the rows' lengths with these queries, if they are not the cache's because
+    some did not fit.
 
     Raises:
         ValueError: arguments that fit no implementation.
@@ -76,10 +72,10 @@ def bind_cached(
     cache.check_queries(query.shape[1], rows)
     scores = _scores(query, cache, query_lengths, rows, lengths)
     mask, bias = options.get("mask"), options.get("bias")
-    options = options | {"mask": slot_mask(_mask(mask, scores.shape), cache, scores)}
+    options = options | {"mask": slot_mask(_mask(mask, scores.shape), scores)}
     if bias is not None:
         bound = bias if isinstance(bias, Bias) else bind_bias(bias, scores.shape)
-        options["bias"] = slot_bias(bound, cache, scores)
+        options["bias"] = slot_bias(bound, scores)
     if metadata.runtime_dtype is not None:
         query = query.astype(metadata.runtime_dtype)
     _, H, _, _ = scores.shape
@@ -87,19 +83,16 @@ def bind_cached(
     dimensions = Dimensions(B, T, H, cache.head_dim, S, cache.kv_heads, cache.value_head_dim)
     stored = dtype_name(query) if metadata.runtime_dtype is not None else str(jnp.dtype(cache.dtype).name)
     request, given = bind_options(metadata, dimensions, (dtype_name(query), stored, stored), options)
-    described: dict[str, Any] = _described(options["mask"]) if scores.is_packed else {}
+    described: dict[str, Any] = {}
+    if scores.is_packed:
+        inner = options["mask"].mask if isinstance(options["mask"], PackedByRow) else options["mask"]
+        described = {"mask_kinds": inner.kinds(), "mask_primitives": mask_primitives(inner)}
     source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed, rows=cache.batch, **described)
     kind = {} if bias is None else {"bias_kind": bound.kind() if isinstance(bound, Bias) else "array"}
     query, cache, given = without_gradient((query, cache, given), NO_GRADIENT)
     request = request.replace(source=source, **kind)
     boundary = find_cache_boundary(metadata.mesh, metadata.axis_rules, request, query, cache)
     return Call(request, (query, cache), given, boundary)
-
-
-def _described(mask: Mask) -> dict[str, frozenset[str]]:
-    """The fields of a `CacheRequest` that describe the bound mask of packed rows."""
-    inner = mask.mask if isinstance(mask, PackedByRow) else mask
-    return {"mask_kinds": inner.kinds(), "mask_primitives": mask_primitives(inner)}
 
 
 def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:

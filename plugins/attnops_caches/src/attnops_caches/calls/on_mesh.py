@@ -44,14 +44,14 @@ from attnops_caches.calls.reader import cache_of
 from attnops_caches.masks.packed import PackedByRow
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement, check_packed, placement_of
-from attnops_caches.scores import SlotBias
+from attnops_caches.scores import SlotBias, masks_in
 
 if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
     from attnops.typing import Leaf, Options
     from attnops_caches.base import Cache, CacheType
     from attnops_caches.calls.run import CallOfShard
-    from attnops_caches.tokens import NewTokens
+    from attnops_caches.store import NewTokens
 
 # Up to so many queries, partial softmaxes are all-gathered: one exchange, of more bytes than the two reductions.
 _GATHERED: Final = 16
@@ -73,12 +73,8 @@ def find_cache_boundary(
 ) -> CacheBoundary | None:
     """How a call over a cache is sharded: as the cache is, or by the rules where it has no placement.
 
-    Args:
-        mesh: the metadata's; None for the cache's, the current mesh, or else that of the arrays.
-        rules: the metadata's.
-        request: the description of the call.
-        query: [B, T, H, D].
-        cache: the cache.
+    ``mesh`` and ``rules`` are the metadata's; without a mesh it is the cache's, the current one, or else that of the
+    arrays.
 
     Raises:
         ValueError: ``mesh``, that of the cache and the current mesh have different axes.
@@ -127,25 +123,24 @@ def find_cache_boundary(
 
 
 def run_cached(
-    boundary: Boundary, of_shard: CallOfShard, query: jax.Array, cache: CacheType, options: Options, is_packed: bool,
+    boundary: Boundary,
+    of_shard: CallOfShard,
+    query: jax.Array,
+    cache: CacheType,
+    options: Options,
     new: NewTokens | None = None,
-) -> tuple[OperationOutput, CacheType]:  # fmt: skip
-    """Attention over a cache, each device computing its shard; and the cache with new tokens.
+) -> tuple[OperationOutput, CacheType]:
+    """Attention over a cache, each device computing its shard; and the cache with new tokens written, if any.
 
-    Args:
-        boundary: a `CacheBoundary`.
-        of_shard: the computation of one device.
-        query: [B, T, H, D]; for packed rows [1, N, H, D].
-        cache: the cache.
-        options: bound to slots, see `attnops_caches.calls.bind`.
-        is_packed: whether rows are packed.
-        new: tokens for devices to write, see `attnops_caches.Cache.pending`; None for none.
+    The query is [B, T, H, D], for packed rows [1, N, H, D]; the options are bound to slots, see
+    `attnops_caches.calls.bind`.
 
     Raises:
         UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
     """
     assert isinstance(boundary, CacheBoundary)
     placement, option_axes = boundary.placement, of_shard.operation.option_axes
+    is_packed = cache_of(of_shard.request).is_packed
     if is_packed:
         check_packed(placement)
     keys = placement.batch if is_packed else placement.slots
@@ -202,9 +197,7 @@ class _Local:
     """The computation of one device; holds no operand.
 
     Attributes:
-        of_shard: attention of one device.
         template: the call's arguments without its operands.
-        boundary: how the call is sharded.
         wanted: the fields of the output that the call asks for.
         written: the arrays of the cache's store that are returned too, with new tokens.
         keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
@@ -237,11 +230,9 @@ class _Local:
         rest["mask"] = shard_of(rest["mask"], shard)
         if isinstance(bias := rest.get("bias"), SlotBias):
             rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
-        if new is not None:
-            output, shard_cache = self.of_shard.step(query, shard_cache, rest, new)
-            return *fields_of(output, self.wanted), *(getattr(shard_cache.store, name) for name in self.written)
         if self.keys is None:
-            return fields_of(self.of_shard.attend(query, shard_cache, rest), self.wanted)
+            output, shard_cache = self.of_shard.run(query, shard_cache, rest, new)
+            return *fields_of(output, self.wanted), *(getattr(shard_cache.store, name) for name in self.written)
         sinks = rest.pop("sinks", None)
         rest.pop("return_lse", None)
         part = joined(self.of_shard.partial(query, shard_cache, rest), self.keys)
@@ -285,10 +276,7 @@ def _numbering_keys(mask: Mask) -> Mask | None:
         return None
     if mask.axes is None:
         return mask
-    fields: tuple[Any, ...] = dataclasses.fields(mask) if dataclasses.is_dataclass(mask) else ()
-    inner = (getattr(mask, field.name) for field in fields)
-    numbering = (_numbering_keys(x) for x in inner if isinstance(x, Mask))
-    return next((x for x in numbering if x is not None), None)
+    return next((x for x in map(_numbering_keys, masks_in(mask)) if x is not None), None)
 
 
 def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:
@@ -299,17 +287,14 @@ def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:
             *(entries.get(x) if x in sharded and size > 1 else None for x, size in zip(letters, shape, strict=False))
         )
 
-    return dataclasses.replace(
-        bias,
-        bias=specs_of(bias.bias, spec_of("bh")),
-        q_positions=spec_of("b")(bias.q_positions.shape, "bt"),  # type: ignore[arg-type]
-        k_positions=_slot_specs(bias.k_positions, spec_of("bs")),
-        q_rows=None if bias.q_rows is None else PartitionSpec(),  # type: ignore[arg-type]
-    )
-
-
-def _slot_specs(positions: jax.Array | Slots, spec_of: SpecOf) -> Any:
-    return specs_of(positions, spec_of) if isinstance(positions, Slots) else spec_of(positions.shape, "bs")
+    by_slot, slots = spec_of("bs"), bias.k_positions
+    specs: dict[str, Any] = {
+        "bias": specs_of(bias.bias, spec_of("bh")),
+        "q_positions": spec_of("b")(bias.q_positions.shape, "bt"),
+        "k_positions": specs_of(slots, by_slot) if isinstance(slots, Slots) else by_slot(slots.shape, "bs"),
+        "q_rows": None if bias.q_rows is None else PartitionSpec(),
+    }
+    return dataclasses.replace(bias, **specs)
 
 
 def _with_heads(cache: Any, shard: Shard, group: int) -> Any:
@@ -318,11 +303,9 @@ def _with_heads(cache: Any, shard: Shard, group: int) -> Any:
     if store.kv_heads == 1:
         return cache
 
-    def chosen(x: jax.Array | None) -> jax.Array | None:
-        if x is None or x.ndim == 0:
+    def chosen(x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
             return x
         return kv_heads_of(store.own(x), shard, group, 1) if x.ndim > 1 else kv_heads_of(x, shard, group, 0)
 
-    fields: dict[str, Any] = {name: chosen(getattr(store, name)) for name in
-                              ("key", "value", "key_scale", "value_scale")}  # fmt: skip
-    return dataclasses.replace(cache, store=dataclasses.replace(store, **fields, first=None, blocks=None))
+    return dataclasses.replace(cache, store=dataclasses.replace(jax.tree.map(chosen, store), first=None, blocks=None))

@@ -7,6 +7,7 @@ has reasons, is given the arrays of ``cache.read()``.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, Unpack
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache
-    from attnops_caches.calls.limits import CacheLimits
     from attnops_caches.calls.request import CacheRequest
+    from attnops_caches.store import NewTokens
     from attnops_caches.stored import StoredCache
-    from attnops_caches.tokens import NewTokens
 
 StoredType = TypeVar("StoredType", bound="StoredCache")
 
@@ -42,6 +42,50 @@ class CacheOptions(ScoreOptions, total=False):
     """
 
     return_lse: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheLimits:
+    """The caches that a reader serves.
+
+    Attributes:
+        storages: the classes of caches, by name, such as "PagedCache". None: any.
+        codecs: the dtypes of codecs, such as "int8".
+        latent: it reads latent content.
+        packed: it reads packed rows.
+
+    Raises:
+        ValueError: storages or codecs are no collection.
+    """
+
+    storages: frozenset[str] | None
+    codecs: frozenset[str] = frozenset()
+    latent: bool = False
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("storages", "codecs"):
+            value: Any = getattr(self, name)
+            if value is None and name == "storages":
+                continue
+            if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+                raise ValueError(f"{name}={value!r} must be a collection, such as {{{value!r}}}")
+            object.__setattr__(self, name, frozenset(value))
+
+    def reasons(self, cache: CacheRequest) -> list[Reason]:
+        """Every limit that reading ``cache`` in place breaks."""
+        reasons = [
+            Reason(name, given, f"must be one of {sorted(known)} to be read in place")
+            for name, given, known in (
+                ("cache", cache.storage, self.storages),
+                ("cache.codec", cache.codec, self.codecs),
+            )
+            if given and known is not None and given not in known
+        ]
+        flags = ("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)
+        return reasons + [
+            Reason(name, given, "is not read in place") for name, given, can in flags if given and not can
+        ]
 
 
 class CacheReader(abc.ABC):
@@ -71,14 +115,9 @@ class CacheReader(abc.ABC):
     def step(
         self, operation: Any, query: jax.Array, cache: StoredType, new: NewTokens, **options: Unpack[CacheOptions]
     ) -> tuple[OperationOutput, StoredType]:
-        """`attend`, with the new tokens written in the same kernel; only called if ``writes``.
+        """`attend`, with the ``new`` tokens written in the same kernel; only called if ``writes``.
 
-        Args:
-            operation: whose reader it is.
-            query: [B, T, H, D]; for packed rows [1, N, H, D].
-            cache: its lengths count the new tokens, which its arrays lack.
-            new: the tokens.
-            **options: the options of `attend`.
+        The lengths of the cache count the new tokens, which its arrays lack.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step")
 

@@ -59,12 +59,18 @@ class CacheRequest(SourceRequest):
         """See `attnops.dispatch.source.SourceRequest.reasons`: none where the forward reads the cache in place."""
         if not in_place_reasons(operation, forward, request):
             return []
-        return operation.own_reasons(forward, over_arrays(request))
+        kinds = {"": "", "ScoreFn": "ScoreFn"} | dict.fromkeys(("array", "ALiBi", "RelativePosition"), "array")
+        kind = kinds.get(request.bias_kind, "SlotBias")
+        # The request of the call on the arrays, see `attnops_caches.calls.bind.arrays_of`.
+        over_arrays = request.replace(source=None, bias_kind=kind, bias_primitives=frozenset())
+        return operation.own_reasons(forward, over_arrays)
 
     def use(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> CacheUse:
         reasons = tuple(in_place_reasons(operation, forward, request))
         steps = tuple(step_reasons(operation, forward, request))
-        return CacheUse(forward, reasons, bytes_read(request) if reasons else 0, steps)
+        features, size = request.head_dim + request.value_head_dim, jnp.dtype(request.dtypes[1]).itemsize
+        bytes_read = request.batch * request.key_length * request.kv_heads * features * size
+        return CacheUse(forward, reasons, bytes_read if reasons else 0, steps)
 
 
 def slots_of_row(request: AttentionRequest) -> int:
@@ -72,20 +78,6 @@ def slots_of_row(request: AttentionRequest) -> int:
     source = request.source
     is_packed = isinstance(source, CacheRequest) and source.is_packed
     return request.key_length // source.rows if is_packed else request.key_length  # type: ignore[union-attr]
-
-
-def over_arrays(request: AttentionRequest) -> AttentionRequest:
-    """The request of the call on the arrays that the cache is read into, see `attnops_caches.calls.bind.arrays_of`."""
-    as_array = ("array", "ALiBi", "RelativePosition")
-    kinds = {"": "", "ScoreFn": "ScoreFn"} | dict.fromkeys(as_array, "array")
-    return request.replace(source=None, bias_kind=kinds.get(request.bias_kind, "SlotBias"), bias_primitives=frozenset())
-
-
-def bytes_read(request: AttentionRequest) -> int:
-    """The bytes of the arrays of ``cache.read()`` for a request over a cache."""
-    size = jnp.dtype(request.dtypes[1]).itemsize
-    per_slot = request.kv_heads * (request.head_dim + request.value_head_dim) * size
-    return request.batch * request.key_length * per_slot
 
 
 def printed_bytes(size: int) -> str:

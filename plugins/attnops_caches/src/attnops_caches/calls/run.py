@@ -24,51 +24,42 @@ from attnops_caches.calls.reader import cache_of, in_place_reasons, reader_of
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops_caches.base import Cache
-    from attnops_caches.tokens import NewTokens
+    from attnops_caches.store import NewTokens
 
 
-def run_over_cache(operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
-    """Run a call over a cache; under a mesh each device runs it on its shard, see `attnops_caches.calls.on_mesh`."""
+def run_over_cache(
+    operation: OperationImpl, forward: str, call: Call, new: NewTokens | None = None
+) -> tuple[OperationOutput, Cache]:
+    """Run a call over a cache, and write the new tokens of a step in the same kernel; under a mesh each device does so
+    on its shard, see `attnops_caches.calls.on_mesh`.
+    """
     if call.boundary is None:
-        return _on_device(operation, forward, call)
-    return _sharded(operation, forward, call, None)[0]
+        return _on_device(operation, forward, call, new)
+    of_shard = CallOfShard(operation, forward, attention_request(call))
+    query, cache = call.args
+    output, cache = run_cached(call.boundary, of_shard, query, cache, call.options, new)
+    return call.boundary.typed(output), cache
 
 
-def step_over_cache(
-    operation: OperationImpl, forward: str, call: Call, new: NewTokens
-) -> tuple[OperationOutput, Cache]:  # fmt: skip
-    """Run a step whose kernel writes the new tokens; under a mesh each device writes those of its shard."""
-    if call.boundary is not None:
-        return _sharded(operation, forward, call, new)
+def _on_device(
+    operation: OperationImpl, forward: str, call: Call, new: NewTokens | None
+) -> tuple[OperationOutput, Cache]:
+    """In place, or on the arrays that the cache is read into."""
+    query, cache = call.args
+    if new is None and in_place_reasons(operation, forward, attention_request(call)):
+        return _over_arrays(operation, call), cache
     reader = reader_of(operation, forward)
     assert reader is not None
-    query, cache = call.args
+    if new is None:
+        return reader.attend(operation, query, cache, **call.options), cache
     result: tuple[OperationOutput, Cache] = reader.step(operation, query, cache, new, **call.options)
     return result
 
 
-def _sharded(
-    operation: OperationImpl, forward: str, call: Call, new: NewTokens | None
-) -> tuple[OperationOutput, Cache]:  # fmt: skip
-    assert call.boundary is not None
-    request = attention_request(call)
-    query, cache = call.args
-    of_shard = CallOfShard(operation, forward, request)
-    output, cache = run_cached(call.boundary, of_shard, query, cache, call.options, cache_of(request).is_packed, new)
-    return call.boundary.typed(output), cache
-
-
-def _on_device(operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
-    """In place, or on the arrays that the cache is read into."""
-    request = attention_request(call)
-    if not in_place_reasons(operation, forward, request):
-        reader = reader_of(operation, forward)
-        assert reader is not None
-        query, cache = call.args
-        return reader.attend(operation, query, cache, **call.options)
+def _over_arrays(operation: OperationImpl, call: Call) -> OperationOutput:
     args, options = arrays_of(call)
     of_arrays = _in_bthd(operation)
-    if not cache_of(request).is_packed:
+    if not cache_of(attention_request(call)).is_packed:
         result: OperationOutput = of_arrays.run(of_arrays.prepare(*args, **options))
         return result
     query, keys, values = args
@@ -104,10 +95,7 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
 class CallOfShard(NamedTuple):
     """A call over a cache as each device computes it from its query, its shard of the cache, and options.
 
-    Attributes:
-        operation: the operation.
-        forward: the name of its forward.
-        request: the description of the whole call.
+    ``request`` is that of the whole call.
     """
 
     operation: OperationImpl
@@ -120,18 +108,13 @@ class CallOfShard(NamedTuple):
         key = self.operation.program_key(self.forward)
         return None if key is None else (key, self.forward, self.request)
 
-    def attend(self, query: jax.Array, cache: Cache, options: dict[str, Any]) -> OperationOutput:
-        """Attention over all keys of its rows."""
-        call = self._call(query, cache, options)
-        return self._checked(call, _on_device(self.operation, self.forward, call))
-
-    def step(
-        self, query: jax.Array, cache: Cache, options: dict[str, Any], new: NewTokens
+    def run(
+        self, query: jax.Array, cache: Cache, options: dict[str, Any], new: NewTokens | None = None
     ) -> tuple[OperationOutput, Cache]:
-        """Attention, and the shard with new tokens written."""
+        """Attention over all keys of its rows, and the shard with new tokens written."""
         call = self._call(query, cache, options)
-        output, cache = step_over_cache(self.operation, self.forward, call, new)
-        return self._checked(call, output), cache
+        output, cache = _on_device(self.operation, self.forward, call, new)
+        return check_output(type(self.operation).__name__, shapes_of(call), options, output), cache
 
     def partial(self, query: jax.Array, cache: Cache, options: dict[str, Any]) -> PartialSoftmax:
         """The partial softmax over the keys that it has; options without sinks and flags."""
@@ -139,8 +122,7 @@ class CallOfShard(NamedTuple):
         if in_place_reasons(self.operation, self.forward, attention_request(call)):
             args, given = arrays_of(call)
             return _in_bthd(self.operation).partial(*args, **given)
-        call = call._replace(options=options | {"return_lse": True})
-        output = self._checked(call, _on_device(self.operation, self.forward, call))
+        output, _ = self.run(query, cache, options | {"return_lse": True})
         assert output.logsumexp is not None
         out = output.attention_outputs.astype(jnp.float32)
         return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
@@ -154,9 +136,6 @@ class CallOfShard(NamedTuple):
             mask_structure=self.request.mask_structure, options=self.request.options & frozenset(options),
         )  # fmt: skip
         return Call(local, (query, cache), options)
-
-    def _checked(self, call: Call, output: OperationOutput) -> OperationOutput:
-        return check_output(type(self.operation).__name__, shapes_of(call), call.options, output)
 
 
 def _in_bthd(operation: OperationImpl) -> OperationImpl:

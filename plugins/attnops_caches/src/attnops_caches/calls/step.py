@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from attnops.sharding.placing import whole
 from attnops_caches.calls.bind import NO_GRADIENT, attention_request
 from attnops_caches.calls.on_mesh import may_step
 from attnops_caches.calls.reader import may_write, step_reasons
-from attnops_caches.calls.run import step_over_cache
+from attnops_caches.calls.run import run_over_cache
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -32,62 +32,51 @@ if TYPE_CHECKING:
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache
     from attnops_caches.rows import Rows
+    from attnops_caches.store import NewTokens
 
 CacheType = TypeVar("CacheType", bound="Cache")
 
 
-class Step(NamedTuple, Generic[CacheType]):
-    """The arguments of `Cache.step`.
-
-    Attributes:
-        operation: what attends.
-        query: [B, T, H, D] in the operation's layout; for packed rows [1, N, H, D].
-        key: [B, T, K, D]; for packed rows [1, N, K, D]; as `step` is given it, in the operation's layout.
-        value: [B, T, K, Dv], likewise; None for a cache that stores none.
-        cache: the cache before these tokens.
-        query_lengths: how many of each row's tokens are real, integers [B]; None for all.
-        rows: which packed tokens belong to which row; None for a batch.
-        options: the other options of the call.
-    """
-
-    operation: OperationImpl
-    query: ArrayLike
-    key: ArrayLike
-    value: ArrayLike | None
-    cache: CacheType
-    query_lengths: ArrayLike | None
-    rows: Rows | None
-    options: Mapping[str, Any]
-
-    def call(self, cache: CacheType) -> Call:
-        """The call over the cache with the tokens; raises a `ValueError` unless there is one query for each."""
-        query, T = jnp.shape(self.query), jnp.shape(self.key)[1]
-        length = query[2 if self.operation.metadata.layout == "BHTD" else 1] if len(query) == 4 else T
-        if length != T:
-            raise ValueError(
-                f"query has length {length}, but key has length {T}: they must be equal, since a step is of the "
-                f"queries of the tokens that it appends; else append them, and call op(query, cache)"
-            )
-        given = self.query_lengths, self.rows
-        lengths = _wanted_lengths(self.cache, T, *given)
-        return self.operation.prepare(self.query, cache, query_lengths=given[0], rows=given[1], _lengths=lengths,
-                                      **self.options)  # fmt: skip
-
-
-def step(given: Step[CacheType]) -> tuple[OperationOutput, CacheType]:
-    """The output and the cache of `Cache.step`.
+def step(
+    operation: OperationImpl,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike | None,
+    cache: CacheType,
+    options: Mapping[str, Any],
+) -> tuple[OperationOutput, CacheType]:
+    """The output and the cache of `Cache.step`, whose arguments these are.
 
     Raises:
         ValueError: a query of another length than the key; see also `Cache.append`.
     """
-    if given.operation.metadata.layout == "BHTD":
-        key, value = swap_heads("key", check_array("key", given.key)), given.value
+    if is_bhtd := operation.metadata.layout == "BHTD":
+        key = swap_heads("key", check_array("key", key))
         value = None if value is None else swap_heads("value", check_array("value", value))
-        given = given._replace(key=key, value=value)
-    shape = jnp.shape(given.key)
-    if given.options.get("mask") is None and given.rows is None and len(shape) == 4 and shape[1] > 1:
+    query_lengths, rows = options.get("query_lengths"), options.get("rows")
+    shape = jnp.shape(key)
+    if options.get("mask") is None and rows is None and len(shape) == 4 and shape[1] > 1:
         _warn_of_later_tokens()
-    return fused(given) or appended(given)
+
+    def call(grown: Cache) -> Call:
+        T, of_query = shape[1], jnp.shape(query)
+        if len(of_query) == 4 and (length := of_query[2 if is_bhtd else 1]) != T:
+            raise ValueError(
+                f"query has length {length}, but key has length {T}: they must be equal, since a step is of the "
+                f"queries of the tokens that it appends; else append them, and call op(query, cache)"
+            )
+        lengths = _wanted_lengths(cache, T, query_lengths, rows)
+        return operation.prepare(query, grown, **options, _lengths=lengths)
+
+    tokens = key, value, query_lengths, rows
+    if _may_fuse(operation, cache, rows):
+        stored: Any = cache
+        pending = stored.pending(*tokens)
+        result: Any = _fused(operation, call(pending.cache), pending.new, cache)
+        if result is not None:
+            return result  # type: ignore[no-any-return]
+    after = cache.append(*tokens)
+    return operation.run(call(after)), after
 
 
 @functools.cache  # once a process, and not at each call of a loop
@@ -98,13 +87,6 @@ def _warn_of_later_tokens() -> None:
         UserWarning,
         stacklevel=2,
     )
-
-
-def appended(given: Step[CacheType]) -> tuple[OperationOutput, CacheType]:
-    """A step that appends the tokens, and attends over them afterwards."""
-    grown = given.cache.append(given.key, given.value, given.query_lengths, given.rows)
-    result: OperationOutput = given.operation.run(given.call(grown))
-    return result, grown
 
 
 def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows: Rows | None) -> jax.Array:
@@ -120,25 +102,23 @@ def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows:
     return whole(cache.lengths) + jnp.where(is_of_row, runs.first_counts(T, cache.batch), 0).sum(1, dtype=jnp.int32)
 
 
-def fused(given: Step[CacheType]) -> tuple[OperationOutput, CacheType] | None:
-    """A step whose kernel writes the tokens; None where there is no such kernel."""
-    operation, cache, placement = given.operation, given.cache, given.cache.placement
+def _may_fuse(operation: OperationImpl, cache: Cache, rows: Rows | None) -> bool:
+    """Whether a kernel may write the tokens; False is certain."""
+    placement = cache.placement
     is_sharded = placement is not None and (
-        placement.slots is not None or (given.rows is not None and placement.batch is not None)
+        placement.slots is not None or (rows is not None and placement.batch is not None)
     )
-    if not cache.is_stored or is_sharded or not may_write(operation):
-        return None
-    stored: Any = cache
-    pending = stored.pending(given.key, given.value, given.query_lengths, given.rows)
-    call = given.call(pending.cache)
-    request = attention_request(call)
+    return cache.is_stored and not is_sharded and may_write(operation)
+
+
+def _fused(operation: OperationImpl, call: Call, new: NewTokens, cache: Cache) -> tuple[OperationOutput, Cache] | None:
+    """A step whose kernel writes the new tokens; None where there is no such kernel. ``cache`` is that before them."""
     operation = operation.chosen(call)
-    forward = decide(operation, request)
+    forward = decide(operation, request := attention_request(call))
     if step_reasons(operation, forward, request):
         return None
     boundary = call.boundary
-    if (boundary is not None or placement is not None) and not (boundary and may_step(boundary, cache)):
+    if (boundary is not None or cache.placement is not None) and not (boundary and may_step(boundary, cache)):
         return None
-    new = without_gradient((pending.new,), NO_GRADIENT)[0]
-    output, written = step_over_cache(operation, forward, call, new)
-    return operation.finish(call, output), written  # type: ignore[return-value]
+    output, written = run_over_cache(operation, forward, call, without_gradient((new,), NO_GRADIENT)[0])
+    return operation.finish(call, output), written

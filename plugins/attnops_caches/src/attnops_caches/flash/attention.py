@@ -9,23 +9,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Final, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar, Final, Unpack
 
 import jax
 
+from attnops.errors import Reason
 from attnops.kernels.flash import FlashCall
 from attnops.masks.at import At
 from attnops.masks.base import And, Mask
 from attnops.masks.positions import SlidingWindow
+from attnops.operations.flash import FlashAttention
 from attnops.operations.flash.backend import NativeFlash, call_once
 from attnops.operations.flash.forward import KeyValue, forward
 from attnops.operations.flash.operands import NativeArrays
 from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remainder
 from attnops.operations.flash.tile_schedule import NativeTileSchedule
 from attnops.operations.flash.tile_sizes import NativeTileSizes, choose_tiles
+from attnops.output import OperationOutput
+from attnops_caches.calls.reader import READERS, CacheLimits, CacheOptions, CacheReader, cache_of
 from attnops_caches.flash import whole
+from attnops_caches.masks.packed import by_query
 from attnops_caches.masks.slots import AtSlots
 from attnops_caches.tiles import StoreLoader, TileAt, TileLoader
+
+if TYPE_CHECKING:
+    from attnops.dispatch.request import AttentionRequest
+    from attnops_caches.base import Cache
 
 # Up to so many queries, keys take longer to read than to multiply with, and the tiles are these.
 _FEW: Final = 16
@@ -43,13 +53,12 @@ _LEAST_KEYS: Final = 128
 _WIDE_TOKEN: Final = 1024
 
 
-class Blocks(NamedTuple):
-    """How the tiles of a call lie in the blocks of a cache; static.
+@dataclasses.dataclass(frozen=True)
+class CachedFlash(NativeFlash):
+    """The native backend with tiles that fit a cache; static.
 
     Attributes:
-        slots: the slots of a row of the cache.
-        itemsize: bytes of a stored number.
-        unit: tiles begin at a multiple of so many slots, such as the page size.
+        slots, itemsize, unit: those of the `TileLoader`.
         is_packed: whether the tiles of all rows follow one another.
     """
 
@@ -58,21 +67,10 @@ class Blocks(NamedTuple):
     unit: int
     is_packed: bool
 
-
-@dataclasses.dataclass(frozen=True)
-class CachedFlash(NativeFlash):
-    """The native backend with tiles that fit a cache.
-
-    Attributes:
-        blocks: how tiles lie in the cache.
-    """
-
-    blocks: Blocks
-
     def tiles(self, call: FlashCall, row: NativeTileSizes) -> tuple[int, int]:
         T, groups, given = call.query.shape[1], call.query.shape[2] // call.key.shape[2], call.metadata.block_k
-        block_q, block_k = choose_tiles(T, self.blocks.slots, groups, call.metadata.block_q, given, row)
-        if self.blocks.is_packed and not call.metadata.block_q:
+        block_q, block_k = choose_tiles(T, self.slots, groups, call.metadata.block_q, given, row)
+        if self.is_packed and not call.metadata.block_q:
             block_q = min(block_q, max(_PACKED // groups // 16, 1) * 16)
         if T <= _FEW and not given:
             window = _window(call.mask)
@@ -83,13 +81,13 @@ class CachedFlash(NativeFlash):
         """Keys per tile for few queries; at most a quarter of a row's slots, since half the last tile is not seen."""
         _, _, kv_heads, head_dim = call.key.shape
         is_wide = kv_heads * head_dim >= _WIDE_TOKEN
-        return max(_KEYS, min(_KEYS * 4 // self.blocks.itemsize, self.blocks.slots // 4)) if is_wide else _KEYS
+        return max(_KEYS, min(_KEYS * 4 // self.itemsize, self.slots // 4)) if is_wide else _KEYS
 
     def _fitting(self, block_k: int) -> int:
         """The largest tile size of at most ``block_k`` that is a multiple of ``unit`` and, if packed, divides a row."""
-        slots, _, unit, is_packed = self.blocks
+        slots, unit = self.slots, self.unit
         most = max(1, min(block_k, slots) // unit)
-        if not is_packed:
+        if not self.is_packed:
             return most * unit
         return unit * max(n for n in range(1, most + 1) if slots // unit % n == 0)
 
@@ -114,43 +112,74 @@ def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> tu
         loader: loads tiles of the cache.
         is_packed: whether the queries are packed rows.
     """
-    backend = CachedFlash(Blocks(loader.slots, loader.itemsize, loader.unit, is_packed))
+    backend = CachedFlash(loader.slots, loader.itemsize, loader.unit, is_packed)
     plan = dataclasses.replace(backend.plan(call), overlaps=True)
     given = call.query, loader, backend.arrays(plan, call), backend.schedule(plan, call)[0]
     if plan.scoring.holds_function:
-        out, lse, _ = call_once(functools.partial(_forward, plan, backend.blocks), given)
+        out, lse, _ = call_once(functools.partial(_forward, plan, backend), given)
     else:
-        out, lse, _ = _compiled(plan, backend.blocks, *given)
+        out, lse, _ = _compiled(plan, backend, *given)
     return out, lse
 
 
 def _forward(
     plan: NativePlan,
-    blocks: Blocks,
+    backend: CachedFlash,
     query: jax.Array,
     loader: TileLoader,
     arrays: NativeArrays,
     schedule: NativeTileSchedule,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
-        return loader.load(_tile_at(plan, blocks, group, kv_tile))
+        return loader.load(_tile_at(plan, backend, group, kv_tile))
 
     def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return forward(plan, query, load_key_value, arrays, schedule, of_rows=blocks.is_packed)
+        return forward(plan, query, load_key_value, arrays, schedule, of_rows=backend.is_packed)
 
     rows = loader.store if isinstance(loader, StoreLoader) and loader.table is None else None
-    if rows is not None and not blocks.is_packed and whole.serves(plan, rows):
+    if rows is not None and not backend.is_packed and whole.serves(plan, rows):
         return whole.attend_or(plan, query, rows, arrays, schedule, in_tiles)
     return in_tiles()
 
 
-def _tile_at(plan: NativePlan, blocks: Blocks, group: Index, kv_tile: Index) -> TileAt:
+def _tile_at(plan: NativePlan, backend: CachedFlash, group: Index, kv_tile: Index) -> TileAt:
     row, head = quotient_and_remainder(group * plan.problems_per_tile, plan.K)
     slot = plan.first_key(kv_tile)
-    if blocks.is_packed:
-        row, slot = slot // blocks.slots, slot % blocks.slots
+    if backend.is_packed:
+        row, slot = slot // backend.slots, slot % backend.slots
     return TileAt(row, head, slot, plan.problems_per_tile, plan.bk, plan.dtype)
 
 
 # Compiled once for equal plans, also where the caller does not compile.
 _compiled = jax.jit(_forward, static_argnums=(0, 1))
+
+
+CODECS: Final = frozenset({"int8", "float8_e4m3fn", "float8_e5m2"})
+
+
+class NativeFlashReader(CacheReader):
+    """Reads tiles of any cache that has a loader, see `attnops_caches.Cache.loader`."""
+
+    limits: ClassVar[CacheLimits] = CacheLimits(storages=None, codecs=CODECS, latent=True, packed=True)
+
+    def unsupported(self, operation: FlashAttention, request: AttentionRequest) -> Iterable[Reason]:
+        if not cache_of(request).has_loader:
+            yield Reason("cache", cache_of(request).storage, "has no loader of tiles", "define its loader()")
+
+    def attend(
+        self, operation: FlashAttention, query: jax.Array, cache: Cache, **options: Unpack[CacheOptions]
+    ) -> OperationOutput:
+        """See `CacheReader.attend`."""
+        is_packed = query.shape[0] == 1 and cache.batch > 1
+        rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
+        key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
+                      (cache.head_dim, cache.value_head_dim))  # fmt: skip
+        options["mask"] = by_query(options["mask"], (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
+        call = FlashCall.of(operation.metadata, query, key, value, options)
+        loader = cache.loader()
+        assert loader is not None
+        out, lse = cached_attention(call, loader, is_packed)
+        return OperationOutput(out, None, lse if options.get("return_lse") else None)
+
+
+READERS[FlashAttention] = {"native": NativeFlashReader()}

@@ -53,7 +53,7 @@ def attend_or(
     def skip() -> Results:
         nan = zeros(query, (plan.B, plan.T, plan.H, plan.Dv)) + jnp.nan
         rows = zeros(query, (plan.B, plan.H, plan.T))
-        return nan.astype(_out_dtype(plan, query)), rows, rows
+        return nan.astype(query.dtype), rows, rows
 
     results = lax.cond(is_dense, lambda: attend(plan, query, store, arrays), skip)
     return lax.cond(jnp.isfinite(results[0]).all(), lambda: results, in_tiles)
@@ -88,8 +88,4 @@ def attend(plan: NativePlan, query: jax.Array, store: Store, arrays: NativeArray
     out, *rows = finish(m, l, acc, sinks)
     out = out.reshape(B, K, G, T, plan.Dv).transpose(0, 3, 1, 2, 4).reshape(B, T, H, plan.Dv)
     lse, residual = (x.reshape(B, H, T) for x in rows)
-    return out.astype(_out_dtype(plan, query)), lse, residual
-
-
-def _out_dtype(plan: NativePlan, query: jax.Array) -> jnp.dtype:
-    return jnp.dtype(jnp.float32) if plan.is_partial else query.dtype
+    return out.astype(query.dtype), lse, residual

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.masks.at import At, take
-from attnops.masks.base import And, Dense, Mask, Not, Or
+from attnops.masks.base import And, Dense, Mask
 from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.masks.pytree import replaced
 from attnops.masks.tokens import Segments
-from attnops_caches.masks.slots import NO_QUERY, AtSlots, Held, Slots
+from attnops_caches.masks.slots import NO_QUERY, AtSlots, Held, Slots, mapped
 
 if TYPE_CHECKING:
     from attnops.typing import Array, BoolArray, Index, Leaf
@@ -59,14 +59,12 @@ class Packed(And):
         """
 
         def of(mask: Mask) -> Mask:
-            if isinstance(mask, At):
-                assert mask.q_positions is not None
-                return AtSlots(mask.mask, jnp.asarray(mask.q_positions)[0][queries], slots.without_pages())
-            if isinstance(mask, (And, Or)):
-                return dataclasses.replace(mask, left=of(mask.left), right=of(mask.right))
-            return dataclasses.replace(mask, mask=of(mask.mask)) if isinstance(mask, Not) else mask
+            if not isinstance(mask, At):
+                return mask
+            assert mask.q_positions is not None
+            return AtSlots(mask.mask, jnp.asarray(mask.q_positions)[0][queries], slots.without_pages())
 
-        return And(of(self.left), _of_tiles(queries, exists, slots))
+        return And(mapped(self.left, of), _of_tiles(queries, exists, slots))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -108,11 +106,6 @@ class PackedByRow(Mask):
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
         exists = self.exists.coverage_bounds(grid)
         return CoverageBounds(exists.some, exists.all & np.False_)
-
-    def by_query(self, shape: tuple[int, int, int, int]) -> Dense:
-        """The same mask as an array, booleans [1, H or 1, N, B · S]; ``shape`` is that of the scores."""
-        allowed = self.dense(*shape)
-        return Dense(jnp.broadcast_to(allowed, (*allowed.shape[:2], *shape[2:])))
 
     def of_tiles(self, queries: jax.Array, exists: jax.Array, row: jax.Array, slots: Slots) -> Mask:
         rows = row + jnp.asarray(self.rows)[0, 0]
@@ -190,8 +183,13 @@ class _RowsGrid(Grid):
 
 
 def by_query(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
-    """A mask of scores of this shape, for forwards that don't compute row by row, see `PackedByRow`."""
-    return mask.by_query(shape) if isinstance(mask, PackedByRow) else mask
+    """A mask of scores of this shape, for forwards that don't compute row by row: a `PackedByRow` as booleans
+    [1, H or 1, N, B · S].
+    """
+    if not isinstance(mask, PackedByRow):
+        return mask
+    allowed = mask.dense(*shape)
+    return Dense(jnp.broadcast_to(allowed, (*allowed.shape[:2], *shape[2:])))
 
 
 def _rows_here(exists: Segments, rows: Leaf) -> jax.Array:

@@ -209,41 +209,42 @@ class AtSlots(Mask):
         kv = self.slots.position_bounds(grid)
         return self.mask.coverage_bounds(Grid(*grid.q_extent(self.q_positions), *kv, of_positions=True))
 
-    def at_arrays(self) -> At:
-        """The same mask with an array of the slots' positions."""
-        return At(self.mask, self.q_positions, self.slots.arrays()[0])
-
     def __repr__(self) -> str:
         return f"{self.mask.with_offset(None)!r}.at({text(self.q_positions)}, {self.slots!r})"  # type: ignore[attr-defined]
 
 
 def by_arrays(mask: Mask) -> Mask:
     """A mask with the slots' positions, and whether they hold a token, as arrays: for code that knows no `Slots`."""
-    return _replaced(mask, lambda x: x.at_arrays() if isinstance(x, AtSlots) else x.segments())
+
+    def arrays(x: Mask) -> Mask:
+        if isinstance(x, AtSlots):
+            return At(x.mask, x.q_positions, x.slots.arrays()[0])
+        return x.segments() if isinstance(x, Held) else x
+
+    return mapped(mask, arrays)
 
 
 def without_table(mask: Mask) -> tuple[Mask, Slots | None]:
     """A mask as if every page were in the table, and the `Slots` that say which pages are; None without pages."""
     with_pages: list[Slots] = []
 
-    def whole(x: AtSlots | Held) -> Mask:
-        if isinstance(x, AtSlots) or x.slots.exists is None:
+    def whole(x: Mask) -> Mask:
+        if not isinstance(x, Held) or x.slots.exists is None:
             return x
         with_pages.append(x.slots)
         return Held(x.q_positions, x.slots.without_pages())
 
-    mask = _replaced(mask, whole)
+    mask = mapped(mask, whole)
     return mask, with_pages[0] if with_pages else None
 
 
-def _replaced(mask: Mask, change: Callable[[AtSlots | Held], Mask]) -> Mask:
-    if isinstance(mask, (AtSlots, Held)):
-        return change(mask)
+def mapped(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:
+    """A mask with ``change(x)`` in place of each mask x that ``&``, ``|`` and ``~`` combine to it."""
     if isinstance(mask, (And, Or)):
-        return dataclasses.replace(mask, left=_replaced(mask.left, change), right=_replaced(mask.right, change))
+        return dataclasses.replace(mask, left=mapped(mask.left, change), right=mapped(mask.right, change))
     if isinstance(mask, (Not, Shifted)):
-        return dataclasses.replace(mask, mask=_replaced(mask.mask, change))
-    return mask
+        return dataclasses.replace(mask, mask=mapped(mask.mask, change))
+    return change(mask)
 
 
 def _of_row(values: Leaf, b: Index) -> jax.Array:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import typer
 from rich.table import Table
 
 from attnops.masks import Mask
 from attnops_caches import PagedCache, StoredCache
-from attnops_caches.described import make_cache
+from attnops_caches.described import source
 from attnops_cli.output import print_text, printer
 from attnops_testing.bench import CacheCase, Contender, Measurement, Tokens, ragged, reading
 from attnops_testing.commands.bench_tables import milliseconds, print_reasons, status_text
@@ -109,11 +108,12 @@ class CacheOptions:
         storage = self.storage
 
         def make() -> StoredCache:
-            return make_cache(
-                storage, batch=batch, query_length=queries, length=length, kv_heads=kv_heads, head_dim=head_dim,
-                value_head_dim=tokens.value_head_dim, dtype=jnp.dtype(dtype), page_size=self.page_size,
-                codec=self.codec, scales=self.scales, latent=self.latent,
-            )  # fmt: skip
+            query, key = (
+                jax.ShapeDtypeStruct((batch, n, h, head_dim), dtype) for n, h in ((queries, heads), (length, kv_heads))
+            )
+            given = {"page_size": self.page_size, "codec": self.codec, "scales": self.scales, "latent": self.latent}
+            options = {name: str(x) for name, x in given.items() if x is not None}
+            return source(storage, query, key, tokens.value_head_dim, options)[1]
 
         cache = jax.eval_shape(make)
         return CacheCase(tokens=tokens, cache=cache, mask=mask, packed=self.packed, memory_limit=memory_limit)

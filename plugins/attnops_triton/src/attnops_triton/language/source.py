@@ -95,7 +95,8 @@ def _modules(options: Any) -> set[str]:
     """The modules of the classes of options and of their fields, whose properties are evaluated at compile time."""
     if not dataclasses.is_dataclass(options):
         return set()
-    names = {cls.__module__ for cls in type(options).__mro__ if cls is not object}
+    classes: tuple[type, ...] = type(options).__mro__
+    names = {cls.__module__ for cls in classes[:-1]}
     return names.union(*(_modules(x) for x in vars(options).values()))
 
 

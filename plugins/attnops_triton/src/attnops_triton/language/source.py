@@ -95,8 +95,7 @@ def _modules(options: Any) -> set[str]:
     """The modules of the classes of options and of their fields, whose properties are evaluated at compile time."""
     if not dataclasses.is_dataclass(options):
         return set()
-    classes: tuple[type, ...] = type(options).__mro__
-    names = {cls.__module__ for cls in classes[:-1]}
+    names = {cls.__module__ for cls in inspect.getmro(type(options))[:-1]}
     return names.union(*(_modules(x) for x in vars(options).values()))
 
 

@@ -1,1 +1,1 @@
-"""Triton source: how kernels are written, translated from jaxprs, launched and interpreted."""
+"""Kernels in Triton's language: functions translated from jaxprs, compilation, launches and the interpreter."""

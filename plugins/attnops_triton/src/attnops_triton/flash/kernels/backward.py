@@ -22,7 +22,7 @@ from attnops_triton.flash.kernels.scores import (
     recompute_scores,
     score_gradients,
     weights,
-    zero_masked,
+    zero_masked_tokens,
 )
 from attnops_triton.flash.kernels.tokens import (
     Program,
@@ -65,7 +65,7 @@ def add_to_queries(
     d_bias = add_bias(sums[1], d_values)
     if masked:
         if options.has_ok and options.has_fully_masked:
-            k = zero_masked(k, scores.ok, 0, options)
+            k = zero_masked_tokens(k, scores.ok, 0, options)
     return add_products(sums[0], ds.to(options.dtype), k, options), d_bias
 
 
@@ -156,8 +156,8 @@ def add_to_keys(
     d_out = load_rows(x.d_out, n, program, q, options.layouts.d_out.bit, True, True, edge, options)
     if masked:
         if options.has_ok and options.has_fully_masked:
-            rows = zero_masked(rows, scores.ok, 0, options)
-            d_out = zero_masked(d_out, scores.ok, 0, options)
+            rows = zero_masked_tokens(rows, scores.ok, 0, options)
+            d_out = zero_masked_tokens(d_out, scores.ok, 0, options)
     keep = True
     kept = p
     if x.dropout is not None:
@@ -176,7 +176,7 @@ def add_to_keys(
 def no_bias_sums(tokens: tl.constexpr, options: tl.constexpr):
     """Sums for the gradients of values of the bias, [tokens] each."""
     sums = ()
-    for i in tl.static_range(len(options.wanted)):
+    for _ in tl.static_range(len(options.wanted)):
         sums = sums + (tl.full([tokens], 0.0, tl.float32),)
     return sums
 

@@ -19,7 +19,7 @@ from attnops_triton.flash.kernels.scores import (
     no_values,
     product,
     weights,
-    zero_masked,
+    zero_masked_tokens,
 )
 from attnops_triton.flash.kernels.tokens import (
     keys,
@@ -81,7 +81,7 @@ def attend(
     v = load_rows(x.v, n, program, kv, options.layouts.v.bit, False, True, edge, options)
     if masked:
         if options.has_fully_masked and options.is_masked:
-            v = zero_masked(v, ok, 0, options)
+            v = zero_masked_tokens(v, ok, 0, options)
     p = p.to(options.dtype)
     acc = ()
     for i in tl.static_range(len(sums)):

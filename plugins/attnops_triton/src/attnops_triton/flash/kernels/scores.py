@@ -311,7 +311,7 @@ def cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options: tl.constexp
 
 
 @triton.jit
-def zero_masked(chunks, ok, axis: tl.constexpr, options: tl.constexpr):
+def zero_masked_tokens(chunks, ok, axis: tl.constexpr, options: tl.constexpr):
     """Chunks of rows of queries or keys with zeros for those that are fully masked in the tile, since they may hold
     NaN.
 

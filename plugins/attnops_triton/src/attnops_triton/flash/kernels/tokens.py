@@ -114,26 +114,18 @@ def keys(first, n, options: tl.constexpr):
 @triton.jit
 def by_query(x, options: tl.constexpr):
     """A tensor per query, broadcasting to the tile of scores."""
-    if options.transposed:
-        x = x[None, :]
-    else:
-        x = x[:, None]
-    return x
+    return x[None, :] if options.transposed else x[:, None]
 
 
 @triton.jit
 def by_key(x, options: tl.constexpr):
     """A tensor per key, broadcasting to the tile of scores."""
-    if options.transposed:
-        x = x[:, None]
-    else:
-        x = x[None, :]
-    return x
+    return x[:, None] if options.transposed else x[None, :]
 
 
 @triton.jit
 def base(array, n, program, size, layout: tl.constexpr, columns=1):
-    """The pointer to the ``size · columns`` elements of the program's batch and head in an array [B or 1, H or 1, …]."""
+    """The pointer to the program's ``size · columns`` elements in an array [B or 1, H or 1, …]."""
     b = program.b
     if layout.bit >= 0:
         # Under `jax.vmap` all slices may share one array.
@@ -179,8 +171,8 @@ def columns_of(i: tl.constexpr, of_value: tl.constexpr, options: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    array, n, program, tokens, bit: tl.constexpr, by_query_head: tl.constexpr, of_value: tl.constexpr, edge: tl.constexpr,
-    options: tl.constexpr,
+    array, n, program, tokens, bit: tl.constexpr, by_query_head: tl.constexpr, of_value: tl.constexpr,
+    edge: tl.constexpr, options: tl.constexpr,
 ):  # fmt: skip
     """The chunks of the rows of tokens in an array [B or 1, length, heads, dim], [n, width] each; not for Gluon.
 

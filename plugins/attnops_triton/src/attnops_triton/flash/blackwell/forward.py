@@ -188,7 +188,9 @@ def step(
     values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
     s = apply_cap_and_bias(x, n, program, q, kv, s, values, options)[0]
     if masked:
-        q = Tokens(q.first, q.index, moved(q.spread), q.stop)
+        # From the thread's index, which otherwise is kept for both partitions, and spilled.
+        index = moved(q.first + gl.arange(0, options.rows, layout=options.row_layout))
+        q = Tokens(q.first, index, index[:, None], q.stop)
         if options.has_ok:
             s = gl.where(allowed(x, n, program, q, kv, values, 0, options), s, float("-inf"))
     m_new = gl.maximum(m, gl.reduce(s, 1, largest))

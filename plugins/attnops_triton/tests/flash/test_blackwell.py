@@ -37,7 +37,7 @@ from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import interpreter, simulator
 from attnops_triton.language.build import build
 from attnops_triton.language.launch import recording
-from attnops_triton.language.source import AnyKernel
+from attnops_triton.language.source import KernelFunction
 from attnops_triton.targets import SHARED_MEMORY, target
 
 FORWARD = [
@@ -176,7 +176,7 @@ def test_the_simulator_notices_mistakes_with_blackwells_backward(
     replaced: list[str] = []
     real = simulator.simulate
 
-    def changed(given: AnyKernel, integers: Any, programs: int, *arrays: Any) -> None:
+    def changed(given: KernelFunction, integers: Any, programs: int, *arrays: Any) -> None:
         if kernel and given.name == f"attnops_flash_backward_{kernel}":
             replaced.append(given.name)
             given = with_mistakes(given, *pairs)

@@ -33,7 +33,7 @@ from attnops_triton.flash.order import unordered
 from attnops_triton.language import assembler, simulator
 from attnops_triton.language.assembler import Assembler
 from attnops_triton.language.build import build
-from attnops_triton.language.source import AnyKernel
+from attnops_triton.language.source import KernelFunction
 from attnops_triton.targets import target
 
 PROBLEMS = [
@@ -149,7 +149,7 @@ def test_the_simulator_notices_mistakes_with_dq(mistake: str | None, monkeypatch
     replaced: list[str] = []
     real = simulator.simulate
 
-    def changed(kernel: AnyKernel, *given: Any) -> None:
+    def changed(kernel: KernelFunction, *given: Any) -> None:
         if mistake is not None and kernel.name == "attnops_flash_backward":
             replaced.append(mistake)
             kernel = with_mistakes(kernel, *MISTAKES_OF_DQ[mistake])

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from triton_assemblers import ASSEMBLERS
+from triton_copy import copy_recipe
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.dispatch.request import AttentionRequest
 from attnops_triton.language import assembler, compat
 from attnops_triton.language.assembler import Assembler
-from attnops_triton.language.build import Recipe, build
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.build import build
 from attnops_triton.targets import capability
 
 
@@ -62,8 +62,7 @@ def test_path_comes_before_the_wheel_and_unusable_ones_are_skipped(
 @pytest.mark.parametrize("ptxas", ASSEMBLERS, ids=["CUDA 12.9", "CUDA 13"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"])
 def test_programs_are_in_a_version_of_ptx_that_both_assemblers_read(arch: str, ptxas: Path, tmp_path: Path) -> None:
-    text = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
-    recipe = Recipe(KernelSource("copy", ("x_ptr", "y_ptr"), ("n",), text), ("int32",) * 2, frozenset(), 4, 1, arch)
+    recipe = copy_recipe(arch)
     (tmp_path / "copy.ptx").write_bytes(build(recipe).code)
     accelerated = "a" if capability(arch) >= 90 else ""
     command = [ptxas, tmp_path / "copy.ptx", "-o", tmp_path / "copy.cubin", f"-arch={arch}{accelerated}"]

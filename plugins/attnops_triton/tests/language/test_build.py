@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from triton_copy import TEXT, copy_recipe
 
 from attnops_triton import versions
 from attnops_triton.language import build, store
 from attnops_triton.language.build import CompiledKernel, Recipe
-from attnops_triton.language.source import KernelFunction, KernelSource
+from attnops_triton.language.source import KernelFunction
 
-TEXT = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
-COPY = KernelSource("copy", ("x_ptr", "y_ptr"), ("n",), TEXT)
-RECIPE = Recipe(COPY, ("int32", "int32"), frozenset(), 4, 2, "sm_90")
+RECIPE = copy_recipe("sm_90", stages=2)
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_the_target_the_specialisation_and_the_versions_are_part_of_a_key(monkey
     changed = [
         {}, {"arch": "sm_80"}, {"divisible": frozenset("n")}, {"warps": 8}, {"stages": 3},
         {"dtypes": ("int32", "uint32")},
-        {"kernel": dataclasses.replace(COPY, text=COPY.text + "\n")},
+        {"kernel": copy_recipe("sm_90", TEXT.replace("+", "-")).kernel},
     ]  # fmt: skip
     keys = [dataclasses.replace(RECIPE, **fields).key() for fields in changed]
     for name in ("triton", "attnops-triton"):

@@ -9,22 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jaxlib import gpu_triton
+from triton_copy import copy_recipe
 
 from attnops_triton.language import call, compat
-from attnops_triton.language.build import Recipe, build
-from attnops_triton.language.source import KernelSource
+from attnops_triton.language.build import build
 
-TEXT = "def copy(x_ptr, y_ptr, n):\n    tl.store(y_ptr, tl.load(x_ptr) + n)\n"
 X = jax.ShapeDtypeStruct((1,), jnp.int32)
-
-
-def recipe(arch: str) -> Recipe:
-    return Recipe(KernelSource("copy", ("x_ptr", "y_ptr"), ("n",), TEXT), ("int32", "int32"), frozenset(), 4, 1, arch)
 
 
 def lowered(arch: str) -> str:
     """The program of a call, for the platform of an architecture."""
-    copy = jax.jit(lambda x: call.triton_call(recipe(arch), (3,), (X,), 1, x))
+    copy = jax.jit(lambda x: call.triton_call(copy_recipe(arch), (3,), (X,), 1, x))
     platform = "rocm" if arch.startswith("gfx") else "cuda"
     return copy.trace(X).lower(lowering_platforms=(platform,)).as_text()
 
@@ -45,7 +40,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 def test_a_call_on_nvidia_has_the_ptx(kernels: list[tuple[Any, ...]]) -> None:
     assert "@triton_kernel_call" in lowered("sm_80")
-    assert kernels == [("copy", 4, 1, 0, build(recipe("sm_80")).code.decode(), "", 80)]
+    assert kernels == [("copy", 4, 1, 0, build(copy_recipe("sm_80")).code.decode(), "", 80)]
     assert ".version 8.0\n.target sm_80\n" in kernels[0][4]
 
 
@@ -55,7 +50,7 @@ def test_a_call_on_amd_names_a_file_with_the_code_that_no_other_program_reads(ke
         assert "@triton_kernel_call" in lowered("gfx942")
     files = [Path(arguments[4]) for arguments in kernels]
     assert len({*files}) == 2, "jaxlib deletes a file that it has read"
-    assert [file.read_bytes() for file in files] == [build(recipe("gfx942")).code] * 2
+    assert [file.read_bytes() for file in files] == [build(copy_recipe("gfx942")).code] * 2
     assert kernels[0][1] == 4
 
 
@@ -63,17 +58,17 @@ def test_a_call_on_amd_names_a_file_with_the_code_that_no_other_program_reads(ke
     ("arch", "wave"), [("gfx90a", 64), ("gfx942", 64), ("gfx950", 64), ("gfx1100", 32), ("sm_90", 32)]
 )
 def test_the_size_of_a_wave_is_the_targets(arch: str, wave: int) -> None:
-    assert build(recipe(arch)).threads == 4 * wave
+    assert build(copy_recipe(arch)).threads == 4 * wave
 
 
 def test_export_for_amd_is_refused_with_what_to_export_instead() -> None:
-    copy = jax.jit(lambda x: call.triton_call(recipe("gfx942"), (3,), (X,), 1, x))
+    copy = jax.jit(lambda x: call.triton_call(copy_recipe("gfx942"), (3,), (X,), 1, x))
     with pytest.raises(NotImplementedError, match=r"from a file of this process; export OperationRegistry"):
         jax.export.export(copy, platforms=["rocm"])(X)
 
 
 def test_on_a_cpu_the_error_says_how_to_run_it_there() -> None:
-    copy = jax.jit(lambda x: call.triton_call(recipe("sm_90"), (3,), (X,), 1, x))
+    copy = jax.jit(lambda x: call.triton_call(copy_recipe("sm_90"), (3,), (X,), 1, x))
     with pytest.raises(NotImplementedError, match=r"compiled for the CPU: OperationMetadata\(interpret=True\)"):
         copy.lower(X)
 

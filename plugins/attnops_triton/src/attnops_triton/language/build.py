@@ -16,7 +16,7 @@ import jax
 
 from attnops_triton import versions
 from attnops_triton.language import store
-from attnops_triton.language.source import AnyKernel
+from attnops_triton.language.source import KernelFunction
 from attnops_triton.targets import capability, is_amd, ptx_version, wave_size
 
 _POINTERS: Final = {
@@ -40,7 +40,7 @@ class Recipe:
     """Everything that a program's code depends on, except the versions of the compilers.
 
     Attributes:
-        kernel: its text or its function.
+        kernel: the kernel.
         dtypes: names of the dtypes of its arrays.
         divisible: names of its integer arguments that are multiples of 16.
         warps: warps per program.
@@ -49,7 +49,7 @@ class Recipe:
         registers: the most registers per thread; 0 leaves the number to the assembler. Only for NVIDIA GPUs.
     """
 
-    kernel: AnyKernel
+    kernel: KernelFunction
     dtypes: tuple[str, ...]
     divisible: frozenset[str]
     warps: int
@@ -147,7 +147,7 @@ def compiled(recipe: Recipe) -> CompiledKernel:
     return CompiledKernel(metadata["name"], threads, metadata["shared"], text.encode())
 
 
-def _with_scratch(kernel: AnyKernel, ptx: str) -> str:
+def _with_scratch(kernel: KernelFunction, ptx: str) -> str:
     """PTX that reads the address of its scratch memory from the last pointer, not from the next to last parameter.
 
     jaxlib's launcher passes null for that parameter. PTX before 8.6 also needs another name for the shared memory that
@@ -192,8 +192,6 @@ def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
 
-    from attnops_triton.language.compat import jit
-
     jax.monitoring.record_event("/attnops/kernel/compiled")
     kernel, arch = recipe.kernel, recipe.arch
     if kernel.gluon:
@@ -201,7 +199,7 @@ def lowered(recipe: Recipe) -> tuple[dict[str, Any], dict[str, Any]]:
     amd = is_amd(arch)
     signature, constants, aligned = _signature(recipe)
     source = (GluonASTSource if kernel.gluon else ASTSource)(
-        jit(kernel), signature=signature, constexprs=constants,
+        kernel.function, signature=signature, constexprs=constants,
         attrs={path: [["tt.divisibility", 16]] for path in aligned},
     )  # fmt: skip
     target = GPUTarget("hip" if amd else "cuda", arch if amd else capability(arch), wave_size(arch))

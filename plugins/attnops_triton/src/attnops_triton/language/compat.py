@@ -8,28 +8,26 @@ import linecache
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from attnops_triton.language.source import AnyKernel, KernelFunction, KernelSource
+from attnops_triton.language.source import KernelFunction
 
 if TYPE_CHECKING:
     from attnops.typing import Function
 
 
 @functools.lru_cache(maxsize=1024)
-def function(kernel: AnyKernel) -> tuple[Function, dict[str, Function]]:
+def function(kernel: KernelFunction) -> tuple[Function, dict[str, Function]]:
     """The Python function of a kernel in Triton's language, and those that it calls by name, undecorated."""
     import triton.language as tl
 
     # The combine functions of `tl.max` and `tl.sum`, which can't be interpreted in a process that compiles kernels too.
     standard = tl.standard
     names = {"tl": tl, "largest": standard._elementwise_max, "total": standard._sum_combine}
-    found = functions(kernel, surroundings(kernel) | names)
+    found = functions(kernel.name, kernel.text, surroundings(kernel) | names)
     return found[kernel.name], found
 
 
-def surroundings(kernel: AnyKernel) -> dict[str, Any]:
+def surroundings(kernel: KernelFunction) -> dict[str, Any]:
     """The globals of a kernel's functions, without these functions."""
-    if isinstance(kernel, KernelSource):
-        return {}
     names: dict[str, Any] = {}
     for each in kernel.reachable.values():
         names |= each.fn.__globals__
@@ -46,20 +44,21 @@ def jitted(name: str, text: str, gluon: bool = False) -> Any:
 
     if gluon:
         from triton.experimental.gluon import language as tl
-    return triton.jit(functions(KernelSource(name, (), (), text), {"tl": tl})[name])
+    return triton.jit(functions(name, text, {"tl": tl})[name])
 
 
-def functions(kernel: AnyKernel, names: dict[str, Any]) -> dict[str, Function]:
-    """The Python functions of a kernel's text. `inspect` can find their source, which Triton needs.
+def functions(name: str, text: str, names: dict[str, Any]) -> dict[str, Function]:
+    """The Python functions of a text. `inspect` can find their source, which Triton needs.
 
     Args:
-        kernel: the kernel.
-        names: what its text refers to; the functions are added.
+        name: the name of the kernel or function that needs them.
+        text: their source.
+        names: what the text refers to; the functions are added.
     """
     names["__name__"] = "attnops_triton.kernels"
     known = {*names}
-    exec(_code(kernel.name, kernel.text), names)
-    return {name: x for name, x in names.items() if name not in known and name != "__builtins__"}
+    exec(_code(name, text), names)
+    return {x: names[x] for x in names if x not in known and x != "__builtins__"}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,16 +66,6 @@ def _code(name: str, text: str) -> CodeType:
     file = f"<{name} {hashlib.sha256(text.encode()).hexdigest()[:12]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     return compile(text, file, "exec")
-
-
-@functools.lru_cache(maxsize=1024)
-def jit(kernel: AnyKernel) -> Any:
-    """A kernel for Triton's compiler."""
-    import triton
-
-    if isinstance(kernel, KernelFunction):
-        return kernel.function
-    return triton.JITFunction(function(kernel)[0])
 
 
 def device_name() -> str:

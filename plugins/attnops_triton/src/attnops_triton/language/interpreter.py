@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from attnops_triton.language.compat import function
-from attnops_triton.language.source import AnyKernel
+from attnops_triton.language.source import KernelFunction
 
 if TYPE_CHECKING:
     from attnops.typing import Function, NumpyArray, PyTree
@@ -22,13 +22,13 @@ _LOCK = threading.Lock()
 
 
 def interpreted(
-    kernel: AnyKernel, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
+    kernel: KernelFunction, integers: tuple[int, ...], shapes: tuple[jax.ShapeDtypeStruct, ...], programs: int,
     dtypes: tuple[str, ...], *arrays: jax.Array, aliases: tuple[tuple[int, int], ...] = (),
 ) -> PyTree:  # fmt: skip
     """A kernel's results. They are NaN before it runs, so that missing stores are noticed.
 
     Args:
-        kernel: its text or its function.
+        kernel: the kernel.
         integers: its integer arguments.
         shapes: the shapes of the results.
         programs: the size of the grid.
@@ -51,7 +51,11 @@ def interpreted(
 
 
 def run_on_host(
-    kernel: AnyKernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+    kernel: KernelFunction,
+    integers: tuple[int, ...],
+    programs: int,
+    arrays: list[NumpyArray],
+    results: list[NumpyArray],
 ) -> None:
     """Interpret a kernel, which writes to ``results``."""
     if kernel.gluon:

@@ -17,7 +17,7 @@ from attnops_triton.caches.plan import CachePlan, CacheTileSizes
 from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.language.build import Recipe
-from attnops_triton.language.source import AnyKernel
+from attnops_triton.language.source import KernelFunction
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
@@ -64,7 +64,7 @@ def recording() -> Iterator[list[Launched]]:
 
 
 def launch_any(
-    plan: AnyPlan, tiles: AnyTiles, kernel: AnyKernel, integers: tuple[int, ...], operands: list[Operand],
+    plan: AnyPlan, tiles: AnyTiles, kernel: KernelFunction, integers: tuple[int, ...], operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, divisible: frozenset[str],
     aliases: Mapping[str, str] = MappingProxyType({}), stored: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, jax.Array]:  # fmt: skip

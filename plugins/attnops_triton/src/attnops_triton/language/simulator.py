@@ -21,7 +21,7 @@ import numpy as np
 
 from attnops_triton.language.compat import functions, surroundings
 from attnops_triton.language.interpreter import undecorated
-from attnops_triton.language.source import AnyKernel
+from attnops_triton.language.source import KernelFunction
 
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray
@@ -360,7 +360,11 @@ class Machine:
 
 
 def simulate(
-    kernel: AnyKernel, integers: tuple[int, ...], programs: int, arrays: list[NumpyArray], results: list[NumpyArray]
+    kernel: KernelFunction,
+    integers: tuple[int, ...],
+    programs: int,
+    arrays: list[NumpyArray],
+    results: list[NumpyArray],
 ) -> None:
     """Run a kernel, which writes to ``results``.
 
@@ -374,7 +378,7 @@ def simulate(
     given, outer = kernel.arguments(values), surroundings(kernel)
     with np.errstate(all="ignore"):
         for program in range(programs):
-            found = functions(kernel, outer | Machine(program).language())
+            found = functions(kernel.name, kernel.text, outer | Machine(program).language())
             found[kernel.name](*(undecorated(x, found) for x in given))
 
 

@@ -1,4 +1,4 @@
-"""Kernels, as functions in Triton's language or as texts, and the lines of functions that are generated."""
+"""Kernels as functions in Triton's language, and the lines of functions that are generated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,42 +117,6 @@ def _filled(names: Any, values: dict[str, Any]) -> Any:
         return None if names is None else values[names]
     filled = [_filled(name, values) for name in names]
     return type(names)(*filled) if hasattr(names, "_fields") else tuple(filled)
-
-
-@dataclasses.dataclass(frozen=True)
-class KernelSource:
-    """A kernel's text; kernels with equal texts are equal. It has the members of `KernelFunction` that others use.
-
-    Attributes:
-        name: the name of the function.
-        pointers: names of its first parameters, pointers, inputs first.
-        integers: names of the other parameters, integers.
-        text: the source of the function, without a decorator, and of the functions that it calls.
-    """
-
-    name: str
-    pointers: tuple[str, ...]
-    integers: tuple[str, ...]
-    text: str
-    gluon = False
-    scratch = 0
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the function's parameters."""
-        return (*self.pointers, *self.integers)
-
-    def arguments(self, values: dict[str, Any]) -> tuple[Any, ...]:
-        """The function's arguments, from values by name."""
-        return tuple(values[name] for name in self.parameters)
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        """What the code depends on."""
-        return (self.text,)
-
-
-AnyKernel: TypeAlias = KernelSource | KernelFunction
 
 
 class SourceWriter:

@@ -1,4 +1,4 @@
-"""`FlashPlan`: everything static about a call. The generated kernels depend on nothing else."""
+"""`FlashPlan`: everything static about a call. Kernels depend on nothing else."""
 
 from __future__ import annotations
 

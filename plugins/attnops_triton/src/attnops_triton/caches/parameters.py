@@ -15,7 +15,7 @@ class Tokens(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The first parameter: pointers, of `operands` and `schedule.ItemSchedule`, then outputs; None for absent arrays."""
+    """The first parameter: pointers of `operands` and `schedule.ItemSchedule`, then outputs; None for absent arrays."""
 
     q: Any = None
     stored: Tokens = Tokens()

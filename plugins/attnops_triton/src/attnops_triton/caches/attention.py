@@ -109,10 +109,9 @@ def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return results
     names = ("tile", "row", "sinks")
     given = {name: results.pop(name) for name in _partial_outputs(plan)} | {x: arrays[x] for x in names if x in arrays}
-    aliases, outputs = _initialised(plan, given), _outputs(plan)
-    rows = programs * plan.bq * plan.heads
+    aliases, rows = _initialised(plan, given), programs * plan.bq * plan.heads
     merged = max(16, 1 << (plan.splits - 1).bit_length())
-    return results | _launch(plan, merged, given, outputs, rows, aliases)
+    return results | _launch(plan, merged, given, _outputs(plan), rows, aliases)
 
 
 def _launch(

@@ -15,24 +15,20 @@ class Tokens(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """The first parameter: pointers, inputs before outputs; None for arrays that a call does not have."""
+    """The first parameter: pointers of `operands` and `schedule.ItemSchedule`, then outputs; None for absent arrays."""
 
     q: Any = None
-    # `operands.store_arrays`.
     stored: Tokens = Tokens()
     base: Any = None
     table: Any = None
-    # `operands.score_arrays`.
     mask: tuple[Any, ...] = ()
     dense: tuple[Any, ...] = ()
     bias: tuple[Any, ...] = ()
     array: Any = None
     sinks: Any = None
-    # `schedule.ItemSchedule`.
     ranges: Any = None
     row: Any = None
     tile: Any = None
-    # `operands.token_arrays`.
     new: Tokens = Tokens()
     new_first: Any = None
     new_size: Any = None

@@ -141,8 +141,8 @@ def load_queries(x, n, program, options: tl.constexpr):
     at = x.q + output_rows(n, program.b, program.qr, program.hr, options)[0] * options.D
     loaded = ()
     for i in tl.static_range(len(options.keys.chunks)):
-        chunk: tl.constexpr = options.keys.chunks[i]
-        loaded = loaded + (tl.load(at[:, None] + columns_of(chunk), mask=mask_of(chunk, program.real), other=0.0),)
+        mask = mask_of(options.keys.chunks[i], program.real)
+        loaded = loaded + (tl.load(at[:, None] + columns_of(options.keys.chunks[i]), mask=mask, other=0.0),)
     factor = options.scale
     if options.scales_queries:
         size = tl.reduce(tl.abs(loaded[0].to(tl.float32)), 1, largest)

@@ -20,7 +20,7 @@ from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import interpreter, simulator
 from attnops_triton.language.launch import Launched
-from attnops_triton.language.source import AnyKernel
+from attnops_triton.language.source import KernelFunction
 from attnops_triton.targets import SHARED_MEMORY, target
 
 NAME = "attnops-triton:flash"
@@ -36,7 +36,7 @@ def names_of_simulated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     real = simulator.simulate
 
-    def recorded(kernel: AnyKernel, *given: Any) -> None:
+    def recorded(kernel: KernelFunction, *given: Any) -> None:
         names.append(kernel.name)
         real(kernel, *given)
 

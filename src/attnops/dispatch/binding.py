@@ -55,8 +55,7 @@ def bind_attention(
         key: [B, S, K, D], or [B, K, S, D] in the layout "BHTD".
         value: [B, S, K, Dv], or [B, K, S, Dv] in the layout "BHTD".
         options: the options by name; None means not set, and so does False for a flag.
-        parts: the number of sequence shards (query, key). The arrays are one shard; the options and the
-            request are for all of them.
+        parts: the number of shards of query and of key. The arrays are one shard, the options are for all.
 
     Raises:
         ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
@@ -282,19 +281,13 @@ def _sinks(sinks: object, heads: int) -> jax.Array:
     shape = tuple(getattr(sinks, "shape", ()))
     if shape[:1] != (heads,) or len(shape) > 2 or shape[-1] == 0:
         raise ValueError(
-            f"sinks has shape {shape}, but must have shape [H]=({heads},): one logit per head; or [H, n]: n logits"
+            f"sinks has shape {shape}, but must have shape [H]=({heads},) or [H, n]: 1 or n logits per head"
         )
     refuse_foreign_array("sinks", sinks)
     _check_floating("sinks", sinks, "cast it")
     array = jnp.asarray(sinks)
-    if array.ndim == 1:
-        return array
-    array = array.astype(jnp.float32)
-    m = array.max(axis=1)
-    m = jax.lax.stop_gradient(jnp.where(jnp.isfinite(m), m, 0.0))
-    total = jnp.exp(array - m[:, None]).sum(axis=1)
-    seen = total != 0  # NaN too; without a finite sink the derivative of the logarithm would be NaN
-    return jnp.where(seen, m + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+    # Without ``where`` the gradient of a head whose sinks are all −inf would be NaN.
+    return array if array.ndim == 1 else jax.nn.logsumexp(array.astype(jnp.float32), axis=1, where=array != -jnp.inf)
 
 
 def _dropout(metadata: OperationMetadata, mode: str, given: dict[str, Any]) -> float:

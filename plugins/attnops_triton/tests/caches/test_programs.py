@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal
+from attnops.masks import Causal, SlidingWindow
 from attnops_caches import Cache, PagedCache, Quantized
 from attnops_triton.aot import kernels
 from attnops_triton.caches.tile_sizes import splits
@@ -26,7 +27,7 @@ OPERATION: Any = OperationRegistry.create(
 def paged(batch: int = 2, most: int = 4, **options: Any) -> Any:
     """The shapes of a cache of pages."""
     sizes = {"batch": batch, "pages": batch * most, "max_pages": most, "page_size": 16, "kv_heads": 1, "head_dim": 16}
-    return jax.eval_shape(lambda: PagedCache.create(**sizes, **options))
+    return jax.eval_shape(lambda: PagedCache.create(**sizes | options))
 
 
 def arrays(batch: int = 2, T: int = 1) -> tuple[Any, Any]:
@@ -85,3 +86,31 @@ def test_one_program_serves_all_lengths_fill_states_and_batches_of_more_than_one
             call = lambda q, c: OPERATION(q, c, mask=Causal()).attention_outputs  # noqa: E731
             found |= {x.recipe for x in kernels(call, (q, paged(batch, most)), "sm_90")}
     assert sorted(x.kernel.name for x in found) == ["attnops_ragged", "attnops_ragged_merge"]
+
+
+@pytest.mark.slow
+def test_one_program_merges_the_splits_of_kernels_with_other_pages_masks_and_steps() -> None:
+    found = set()
+    q, k = arrays()
+    for cache, mask in ((paged(), Causal()), (paged(page_size=32), Causal() & SlidingWindow(7, 0))):
+        with splits(3):
+            call = lambda q, c, mask=mask: OPERATION(q, c, mask=mask).attention_outputs  # noqa: E731
+            found |= {x.recipe for x in kernels(call, (q, cache), "sm_90")}
+            found |= {x.recipe for x in kernels(step, (q, k, cache), "sm_90")}
+    assert [x.kernel.name for x in found].count("attnops_ragged_merge") == 1
+    assert len({x.key() for x in found}) == len(found) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["page", "tiles", "scale", "has_bias", "is_even"])
+def test_options_are_part_of_a_key_and_equal_options_are_one_program(changed: str) -> None:
+    q, _ = arrays()
+    with splits(1):
+        call = lambda q, c: OPERATION(q, c, mask=Causal()).attention_outputs  # noqa: E731
+        first, second = (kernels(call, (q, paged()), "sm_90")[0].recipe for _ in range(2))
+    assert (first, first.key()) == (second, second.key())
+    options: Any = first.kernel.options  # type: ignore[union-attr]
+    other = {"page": 32, "tiles": dataclasses.replace(options.tiles, rows=32), "scale": 0.5}.get(changed)
+    given = {changed: not getattr(options, changed) if other is None else other}
+    kernel: Any = dataclasses.replace(first.kernel, options=dataclasses.replace(options, **given))
+    assert dataclasses.replace(first, kernel=kernel).key() != first.key()

@@ -75,7 +75,7 @@ CASES = {
         (Q, K, V), {"bias": np.ones((1, 1, 5, 7), bool)},
         "bias has dtype bool, but must be floating-point; give a boolean mask as mask="),
     "sinks of a wrong shape": ((Q, K, V), {"sinks": ones(2)}, "sinks has shape (2,), but must have shape [H]=(4,)"),
-    "no sink per head": ((Q, K, V), {"sinks": ones(4, 0)}, "shape [H]=(4,) or [H, n]: 1 or n logits per head"),
+    "no sink per head": ((Q, K, V), {"sinks": ones(4, 0)}, "shape [H]=(4,) or [H, n]: n logits per head"),
     "sinks per query": ((Q, K, V), {"sinks": ones(4, 5, 1)}, "sinks has shape (4, 5, 1), but must have shape [H]=(4,)"),
     "a scale that is NaN": (
         (Q, K, V), {"softmax_scale": float("nan")},

@@ -280,9 +280,7 @@ def _sinks(sinks: object, heads: int) -> jax.Array:
     """One sink per head, [H]: several of a head are equal to one with the logarithm of their sum of exponentials."""
     shape = tuple(getattr(sinks, "shape", ()))
     if shape[:1] != (heads,) or len(shape) > 2 or shape[-1] == 0:
-        raise ValueError(
-            f"sinks has shape {shape}, but must have shape [H]=({heads},) or [H, n]: 1 or n logits per head"
-        )
+        raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},) or [H, n]: n logits per head")
     refuse_foreign_array("sinks", sinks)
     _check_floating("sinks", sinks, "cast it")
     array = jnp.asarray(sinks)

@@ -60,9 +60,7 @@ def values_of(function: Elementwise | None) -> tuple[Value, ...]:
 
 
 def _in_32_bits(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.uint32:
-        return x
-    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+    return x if x.dtype == jnp.uint32 else x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
 def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:

@@ -72,14 +72,8 @@ def rows_of(block_q: int | None, T: int, G: int, dim: int, has_codec: bool, arch
 
 
 def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int | None) -> CacheTileSizes:
-    """The tiles of a call, without its splits.
-
-    Args:
-        arch: the target architecture; empty for the interpreter.
-        dtype: the dtype of operands.
-        dims: D and Dv.
-        rows: the rows of a tile of scores.
-        block_k: the metadata's ``block_k``; None for the table's.
+    """The tiles of a call: ``arch`` is empty for the interpreter, ``dtype`` that of operands, ``dims`` are D and Dv,
+    ``rows`` those of a tile of scores, and ``block_k`` is the metadata's.
     """
     dim, shared = max(dims), SHARED_MEMORY[known(arch)] if arch else 0
     if dtype == "float32":

@@ -50,12 +50,12 @@ def attnops_ragged(x, n, options: tl.constexpr):
     """Attention of one item, kv head and split."""
     program = locate_program(x, n, options)
     q, factor = load_queries(x, n, program, options)
-    biases = load_values(x.bias, options.biases, program, None, (), n, options, False)
+    biases = load_values(x.bias, program, None, (), n, options, False, False)
     masks = ()
     # With one scale of values or one per head, late: otherwise ptxas 12.9 spills two registers on sm_80 and sm_89 at
     # D 128. In other calls it is the late load that spills (sm_89, T 512).
     if not options.has_value_factor:
-        masks = load_values(x.mask, options.masks, program, None, (), n, options, False)
+        masks = load_values(x.mask, program, None, (), n, options, True, False)
     if options.new_blocks > 0:
         write_tokens(x, n, program, options)
     unit = program.k.to(tl.float32) * 0.0
@@ -65,12 +65,11 @@ def attnops_ragged(x, n, options: tl.constexpr):
     for i in tl.static_range(len(options.values.chunks)):
         acc = acc + (tl.full([options.tiles.rows, options.values.chunks[i].width], 0.0, tl.float32),)
     m = tl.full([options.tiles.rows], float("-inf"), tl.float32)
-    l = tl.full([options.tiles.rows], 0.0, tl.float32)
-    state = State(m, l, unit, acc)
+    state = State(m, tl.full([options.tiles.rows], 0.0, tl.float32), unit, acc)
     for i in range(program.full_start, program.full_stop):
         state = attend(x, n, program, q, factor, biases, masks, state, i * options.tiles.bk, options, False)
     if options.has_value_factor:
-        masks = load_values(x.mask, options.masks, program, None, (), n, options, False)
+        masks = load_values(x.mask, program, None, (), n, options, True, False)
     before = program.full_start - program.first
     for j in range(0, before + program.stop - program.full_stop):
         tile = tl.where(j < before, program.first + j, program.full_stop + j - before)
@@ -141,8 +140,8 @@ def load_queries(x, n, program, options: tl.constexpr):
     at = x.q + output_rows(n, program.b, program.qr, program.hr, options)[0] * options.D
     loaded = ()
     for i in tl.static_range(len(options.keys.chunks)):
-        mask = mask_of(options.keys.chunks[i], program.real)
-        loaded = loaded + (tl.load(at[:, None] + columns_of(options.keys.chunks[i]), mask=mask, other=0.0),)
+        mask = mask_of(i, program.real, options, True)
+        loaded = loaded + (tl.load(at[:, None] + columns_of(i, options, True), mask=mask, other=0.0),)
     factor = options.scale
     if options.scales_queries:
         size = tl.reduce(tl.abs(loaded[0].to(tl.float32)), 1, largest)
@@ -177,15 +176,15 @@ def attend(x, n, program, q, factor, biases, masks, state, start, options: tl.co
         kx = tl.minimum(kx, n.S - 1)
     if options.is_packed:
         kx = kx + program.row * n.S
-    biases = load_values(x.bias, options.biases, program, kx, biases, n, options, True)
+    biases = load_values(x.bias, program, kx, biases, n, options, False, True)
     seen = None
     if masked:
-        masks = load_values(x.mask, options.masks, program, kx, masks, n, options, True)
+        masks = load_values(x.mask, program, kx, masks, n, options, True, True)
         ok = allowed(x, n, program, tile, kx, masks, options)
         seen = tl.reduce(ok.to(tl.int32), 0, largest) != 0
     # What is written is read through the same pointers.
     tokens = x.stored if x.written.key is None else x.written
-    k = load_tokens(tokens.key, options.keys, tile, program.k, seen, options, masked)
+    k = load_tokens(tokens.key, tile, program.k, seen, options, True, masked)
     s = tl.dot(q[0], tl.trans(k[0]), input_precision=options.precision)
     for i in tl.static_range(1, len(options.keys.chunks)):
         s = tl.dot(q[i], tl.trans(k[i]), s, input_precision=options.precision)
@@ -215,7 +214,7 @@ def attend(x, n, program, q, factor, biases, masks, state, start, options: tl.co
         v = k
     else:
         values = tokens.key if options.is_joined else tokens.value
-        v = load_tokens(values, options.values, tile, program.k, seen, options, masked)
+        v = load_tokens(values, tile, program.k, seen, options, False, masked)
     unit = state.unit
     if options.by_token:
         if not options.is_latent:

@@ -25,8 +25,8 @@ def store_partial(x, n, program, state, options: tl.constexpr):
     tl.store(x.part_m + at, state.m)
     tl.store(x.part_l + at, state.l)
     for i in tl.static_range(len(options.values.chunks)):
-        target = x.part + at[:, None] * options.Dv + columns_of(options.values.chunks[i])
-        tl.store(target, unscaled(state, i, options), mask=mask_of(options.values.chunks[i], state.l != 0.0))
+        target = x.part + at[:, None] * options.Dv + columns_of(i, options, False)
+        tl.store(target, unscaled(state, i, options), mask=mask_of(i, state.l != 0.0, options, False))
 
 
 @triton.jit
@@ -48,8 +48,8 @@ def store_result(x, n, program, state, options: tl.constexpr):
     at, at_lse = output_rows(n, program.b, program.qr, program.hr, options)
     for i in tl.static_range(len(options.values.chunks)):
         out = unscaled(state, i, options) * scaling[:, None]
-        target = x.out + at[:, None] * options.Dv + columns_of(options.values.chunks[i])
-        tl.store(target, out, mask=mask_of(options.values.chunks[i], stored))
+        target = x.out + at[:, None] * options.Dv + columns_of(i, options, False)
+        tl.store(target, out, mask=mask_of(i, stored, options, False))
     if x.lse is not None:
         tl.store(x.lse + at_lse, lse, mask=stored)
 

@@ -11,15 +11,18 @@ import triton.language as tl
 
 
 @triton.jit
-def load_values(pointers, values: tl.constexpr, program, kx, before, n, options: tl.constexpr, by_key: tl.constexpr):
+def load_values(
+    pointers, program, kx, before, n, options: tl.constexpr, of_mask: tl.constexpr, by_key: tl.constexpr
+):  # fmt: skip
     """The values of a mask or bias, each of which broadcasts to a tile.
 
     With ``by_key`` those that vary by key, and the others from ``before``; else 0 for those that vary by key.
     """
+    values: tl.constexpr = options.masks if of_mask else options.biases
     loaded = ()
     for i in tl.static_range(len(values)):
         if values[i].by_key == by_key:
-            loaded = loaded + (load_value(pointers[i], values[i], program, kx, n, options),)
+            loaded = loaded + (load_value(pointers[i], i, program, kx, n, options, of_mask),)
         elif by_key:
             loaded = loaded + (before[i],)
         else:
@@ -28,8 +31,9 @@ def load_values(pointers, values: tl.constexpr, program, kx, before, n, options:
 
 
 @triton.jit
-def load_value(at, value: tl.constexpr, program, kx, n, options: tl.constexpr):
-    """A `Value` of a mask or bias."""
+def load_value(at, i: tl.constexpr, program, kx, n, options: tl.constexpr, of_mask: tl.constexpr):
+    """The value ``i`` of a mask or bias."""
+    value: tl.constexpr = options.masks[i] if of_mask else options.biases[i]
     count = 1
     if value.by_key:
         count = n.key_axis

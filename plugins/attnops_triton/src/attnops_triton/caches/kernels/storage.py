@@ -48,25 +48,28 @@ def locate_tile(x, n, row, start, options: tl.constexpr, has_pages: tl.constexpr
 
 
 @triton.jit
-def columns_of(chunk: tl.constexpr):
-    """The features of a `HeadDimChunk`, [1, width]."""
-    return (chunk.start + tl.arange(0, chunk.width))[None, :]
+def columns_of(i: tl.constexpr, options: tl.constexpr, of_keys: tl.constexpr):
+    """The features of a chunk of keys or values, [1, width]."""
+    features: tl.constexpr = options.keys if of_keys else options.values
+    return (features.chunks[i].start + tl.arange(0, features.chunks[i].width))[None, :]
 
 
 @triton.jit
-def mask_of(chunk: tl.constexpr, rows):
+def mask_of(i: tl.constexpr, rows, options: tl.constexpr, of_keys: tl.constexpr):
     """Which elements of a chunk exist, of those in ``rows``."""
+    features: tl.constexpr = options.keys if of_keys else options.values
     mask = rows[:, None]
-    if chunk.is_padded:
-        mask = mask & (columns_of(chunk) < chunk.stop)
+    if features.chunks[i].is_padded:
+        mask = mask & (columns_of(i, options, of_keys) < features.chunks[i].stop)
     return mask
 
 
 @triton.jit
-def load_tokens(array, features: tl.constexpr, tile, k, seen, options: tl.constexpr, guarded: tl.constexpr):
+def load_tokens(array, tile, k, seen, options: tl.constexpr, of_keys: tl.constexpr, guarded: tl.constexpr):
     """The chunks of a tile's keys or values, [bk, width], in the dtype of operands. If ``guarded``, keys that are not
     ``seen`` are 0 instead of loaded.
     """
+    features: tl.constexpr = options.keys if of_keys else options.values
     rows = (tile.block * options.K + k) * (tile.slots * features.width)
     if options.page > 0 and not options.by_page:
         at = array + (rows + tile.within * features.width)[:, None]
@@ -74,9 +77,9 @@ def load_tokens(array, features: tl.constexpr, tile, k, seen, options: tl.conste
         at = array + rows + (tile.within * features.width)[:, None]
     loaded = ()
     for i in tl.static_range(len(features.chunks)):
-        columns = columns_of(features.chunks[i])
+        columns = columns_of(i, options, of_keys)
         if guarded:
-            chunk = tl.load(at + features.first + columns, mask=mask_of(features.chunks[i], seen), other=0)
+            chunk = tl.load(at + features.first + columns, mask=mask_of(i, seen, options, of_keys), other=0)
         elif features.chunks[i].is_padded:
             chunk = tl.load(at + features.first + columns, mask=columns < features.chunks[i].stop, other=0)
         else:

@@ -27,9 +27,9 @@ def write_tokens(x, n, program, options: tl.constexpr):
             block = tl.load(blocks).to(tl.int64)
             at = (block * options.K + program.k) * n.S + slot
         source = (program.b.to(tl.int64) * options.K + program.k) * n.T + token
-        write_features(x.written.key, at, x.new.key, source, options.keys)
+        write_features(x.written.key, at, x.new.key, source, options, True)
         if x.written.value is not None:
-            write_features(x.written.value, at, x.new.value, source, options.values)
+            write_features(x.written.value, at, x.new.value, source, options, False)
         if x.written.key_scale is not None:
             tl.store(x.written.key_scale + at, tl.load(x.new.key_scale + source))
         if x.written.value_scale is not None:
@@ -38,8 +38,9 @@ def write_tokens(x, n, program, options: tl.constexpr):
 
 
 @triton.jit
-def write_features(target, at, new, source, features: tl.constexpr):
+def write_features(target, at, new, source, options: tl.constexpr, of_keys: tl.constexpr):
     """Store one token."""
+    features: tl.constexpr = options.keys if of_keys else options.values
     size: tl.constexpr = triton.next_power_of_2(features.width)
     columns = tl.arange(0, size)
     if size > features.width:

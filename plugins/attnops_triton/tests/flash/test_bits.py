@@ -116,9 +116,9 @@ def test_bit_k_of_a_word_is_key_k_and_ends_repeat_the_last_token(bk: int) -> Non
     plan = make_plan(B=B, H=H, T=T, S=S)
     mask = MaskFn(by_head).bind(B, H, T, S)
     tiles = [(0, 1, 0, 0), (1, 3, 2, (S - 1) // bk)]
-    words = np.asarray(bits_function(mask, plan, TileSizes(16, bk, 4, 1))(*np.transpose(tiles)))
+    words = np.asarray(jax.jit(bits_function(mask, plan, TileSizes(16, bk, 4, 1)))(*np.transpose(tiles)))
     assert words.dtype == np.int32
-    dense = np.broadcast_to(np.asarray(mask.dense(B, H, T, S)), (B, H, T, S))
+    dense = np.broadcast_to(np.asarray(jax.jit(lambda: mask.dense(B, H, T, S))()), (B, H, T, S))
     for (b, h, q_tile, kv_tile), tile in zip(tiles, words, strict=True):
         q = np.minimum(16 * q_tile + np.arange(16), T - 1)
         kv = np.minimum(bk * kv_tile + np.arange(bk), S - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,7 @@ from attnops.partition.options import CONTRACT
 from attnops.programs.functions import holds_function
 
 if TYPE_CHECKING:
-    from attnops.typing import Function, Index, Leaf, Options
-
-
-class Local(Protocol):
-    """The computation of one device; holds no operand."""
-
-    def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
-        """The results of this device's shard, from its operands; inside `jax.shard_map`."""
+    from attnops.typing import Function, Index, Options
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +26,7 @@ class ShardedProgram:
     """A `jax.shard_map`, compared by its key only.
 
     Attributes:
-        local: the computation of one device.
+        local: the computation of one device, from its operands to the results of its shard; holds no operand.
         in_specs: the specs of its operands.
         out_specs: the specs of the wanted fields.
         check_vma: whether `jax.shard_map` checks over which axes results vary.
@@ -41,7 +34,7 @@ class ShardedProgram:
         key: the cache key; None for a program that must not be cached.
     """
 
-    local: Local
+    local: Function
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
     check_vma: bool
@@ -62,7 +55,7 @@ class ShardedProgram:
         """The program under `jax.jit`: without it JAX has no gradient of a kernel's rule inside `jax.shard_map`."""
         return jax.jit(
             jax.shard_map(
-                self.local.run, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma, **self.where
+                self.local, in_specs=self.in_specs, out_specs=self.out_specs, check_vma=self.check_vma, **self.where
             )
         )
 

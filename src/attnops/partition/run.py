@@ -7,7 +7,6 @@ compiled program, also outside `jax.jit`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from jax.sharding import PartitionSpec
 from attnops.dropout import ShiftedKey
 from attnops.output import OperationOutput
 from attnops.partition.boundary import Boundary, Entry
-from attnops.partition.operands import ShardedOperands, Template
+from attnops.partition.operands import ShardedOperands
 from attnops.partition.options import CONTRACT, kv_head_axis, specs_of_option
 from attnops.partition.program import ShardedProgram, compiled, first_index, program_key
 from attnops.partition.shards import Shard, shard_of, specs_of
@@ -29,6 +28,8 @@ from attnops.sharding.placing import placed, resharded
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf, Options, PyTree
+
+    Compute = Callable[[Shard, tuple[PyTree, ...], dict[str, Any]], tuple[Leaf, ...]]
 
 
 def run_sharded(
@@ -62,69 +63,74 @@ def run_sharded(
     """
     q_spec = PartitionSpec(boundary.batch, lengths[0], boundary.heads)
     kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
-    entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads}
-    sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": args[1].shape[2]}
-    operands = ShardedOperands(
-        args, options, {"args": (q_spec, kv_spec, kv_spec), **option_specs(entries, sizes, options, option_axes)}
-    )
     by_head = PartitionSpec(boundary.batch, boundary.heads, lengths[0])
     fields = {"attention_outputs": q_spec, "attention_weights": by_head, "logsumexp": by_head}
-    wanted = wanted_fields(options)
-    local = _ShardForward(
-        function, operands.template, wanted, boundary.batch, boundary.heads, boundary.kv_heads,
-        args[0].shape[2] // args[1].shape[2], by_kv_head(options, option_axes),
+    wanted, kv_heads = wanted_fields(options), args[1].shape[2]
+    group = args[0].shape[2] // kv_heads
+
+    def compute(shard: Shard, args: tuple[Leaf, ...], options: dict[str, Any]) -> tuple[Leaf, ...]:
+        query, key, value = args
+        if boundary.kv_heads != boundary.heads:
+            key, value = (kv_heads_of(x, shard, group) for x in (key, value))
+        if "dropout_key" in options:
+            options["dropout_key"] = ShiftedKey(options["dropout_key"], shard.b, shard.h)
+        return fields_of(function(query, key, value, **options), wanted)
+
+    results = run_on_shards(
+        boundary, compute, args, (q_spec, kv_spec, kv_spec), options, tuple(fields[name] for name in wanted), key,
+        (wanted,), kv_heads=kv_heads, option_axes=option_axes, check_vma=not is_interpreted,
     )  # fmt: skip
-    where = mesh_arguments(boundary.mesh)
-    static = (wanted, local.batch, local.heads, local.kv_heads, local.group, local.by_kv_head)
-    program = ShardedProgram(
-        local, tuple(operands.specs), tuple(fields[name] for name in wanted), not is_interpreted, where,
-        None if key is None else program_key(key, boundary, local.template, options, where, static),
-    )  # fmt: skip
-    run = compiled(program) if program.key is not None else program.compiled()
-    moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
-    return OperationOutput(**dict(zip(wanted, run(*moved), strict=True)))
+    return OperationOutput(**dict(zip(wanted, results, strict=True)))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _ShardForward:
-    """The computation of one device; holds no operand.
+def run_on_shards(
+    boundary: Boundary, compute: Compute, args: tuple[PyTree, ...], arg_specs: tuple[PyTree, ...], options: Options,
+    out_specs: tuple[PartitionSpec, ...], key: Hashable | None, static: tuple[Hashable, ...], *,
+    kv_heads: int, option_axes: Mapping[str, str], check_vma: bool, keys: Entry = None,
+) -> tuple[Leaf, ...]:  # fmt: skip
+    """What ``compute`` returns on each device of its shard of a call, as whole arrays.
 
-    Attributes:
-        function: the forward.
-        template: the call's arguments without its operands.
-        wanted: the fields of the output that the call asks for.
-        batch, heads, kv_heads: the mesh axes that shard them.
-        group: query heads per kv head, in the whole call.
-        by_kv_head: (name, axis) for each of the operation's own options whose arrays have kv heads, along that axis.
+    Args:
+        boundary: which mesh axes shard the batch and the heads.
+        compute: the computation of one device, from its batches and heads, args and options; holds no operand.
+        args: the query [B, T, H, D], and what else is not an option.
+        arg_specs: partition specs of ``args``, pytrees of their structure.
+        options: the contract's options, bound, and the operation's own.
+        out_specs: the specs of the results.
+        key: see `run_sharded`.
+        static: what ``compute`` depends on besides ``key``, the boundary and its arguments.
+        kv_heads: K of the whole call.
+        option_axes: see `run_sharded`.
+        check_vma: whether `jax.shard_map` checks over which axes results vary.
+        keys: the mesh axes that shard keys in options' arrays.
     """
+    batch, heads, group = boundary.batch, boundary.heads, args[0].shape[2] // kv_heads
+    entries = {"b": batch, "h": heads, "k": boundary.kv_heads, "s": keys}
+    sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": kv_heads}
+    specs = option_specs(entries, sizes, options, option_axes)
+    operands = ShardedOperands(args, options, {"args": arg_specs, **specs})
+    template, by_head = operands.template, () if boundary.kv_heads == heads else by_kv_head(options, option_axes)
 
-    function: Callable[..., OperationOutput]
-    template: Template
-    wanted: tuple[str, ...]
-    batch: Entry
-    heads: Entry
-    kv_heads: Entry
-    group: int
-    by_kv_head: tuple[tuple[str, int], ...]
+    def local(*arrays: Leaf) -> tuple[Leaf, ...]:  # holds no operand
+        given, rest = template.filled(arrays)
+        B, _, H, _ = given[0].shape
+        shard = Shard(first_index(batch, B), first_index(heads, H), B, H)
+        for name, axis in by_head:
+            rest[name] = jax.tree.map(
+                lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, group, a),  # type: ignore[misc]
+                rest[name],
+            )
+        rest |= {name: shard_of(rest[name], shard) for name in ("mask", "bias") if name in rest}
+        return compute(shard, given, rest)
 
-    def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
-        """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
-        (query, key, value), rest = self.template.filled(arrays)
-        shard = Shard(first_index(self.batch, query.shape[0]), first_index(self.heads, query.shape[2]),
-                      query.shape[0], query.shape[2])  # fmt: skip
-        if self.kv_heads != self.heads:
-            key, value = (kv_heads_of(x, shard, self.group) for x in (key, value))
-            for name, axis in self.by_kv_head:
-                rest[name] = jax.tree.map(
-                    lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, self.group, a),  # type: ignore[misc]
-                    rest[name],
-                )
-        for name in ("mask", "bias"):
-            if name in rest:
-                rest[name] = shard_of(rest[name], shard)
-        if "dropout_key" in rest:
-            rest["dropout_key"] = ShiftedKey(rest["dropout_key"], shard.b, shard.h)
-        return fields_of(self.function(query, key, value, **rest), self.wanted)
+    where = mesh_arguments(boundary.mesh)
+    if key is not None:
+        static = *static, batch, heads, boundary.kv_heads, group, by_head
+        key = program_key(key, boundary, template, options, where, static)
+    program = ShardedProgram(local, tuple(operands.specs), out_specs, check_vma, where, key)
+    run = compiled(program) if key is not None else program.compiled()
+    moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
+    return run(*moved)  # type: ignore[no-any-return]
 
 
 def by_kv_head(options: Options, option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:

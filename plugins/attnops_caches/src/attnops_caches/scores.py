@@ -170,6 +170,8 @@ class SlotBias(Bias):
     q_rows: jax.Array | None
 
     static: ClassVar[tuple[str, ...]] = ()
+    axes: ClassVar = {"bias": "bh", "q_positions": "bt", "k_positions": "bs", "q_rows": ""}
+    inner_axes: ClassVar = {"bias": "bh"}  # a bias by positions is the same for all tokens
 
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         # The query's index stays for arrays; functions of positions are given its position.

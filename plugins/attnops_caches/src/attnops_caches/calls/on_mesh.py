@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -30,21 +29,18 @@ from attnops.partition.boundary import (
     result_specs,
     rule_axes,
 )
-from attnops.partition.operands import ShardedOperands, Template
-from attnops.partition.program import ShardedProgram, compiled, first_index, program_key
-from attnops.partition.run import by_kv_head, fields_of, kv_heads_of, option_specs, wanted_fields
-from attnops.partition.shards import Shard, SpecOf, shard_of, specs_of
+from attnops.partition.run import fields_of, kv_heads_of, run_on_shards, wanted_fields
+from attnops.partition.shards import Shard
 from attnops.sharding.axes import HEAD
-from attnops.sharding.mesh import manual_axes, mesh_arguments, names_of
-from attnops.sharding.placing import explicit_names, mapped_names, mesh_of_types, placed
+from attnops.sharding.mesh import manual_axes, names_of
+from attnops.sharding.placing import explicit_names, mapped_names, mesh_of_types
 from attnops.sharding.rules import AxisRules
 from attnops.sharding.specs import MeshLike
 from attnops.softmax import PartialSoftmax, exp_sum, log_sum, merge, with_sinks
 from attnops_caches.calls.reader import cache_of
 from attnops_caches.masks.packed import PackedByRow
-from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement, check_packed, placement_of
-from attnops_caches.scores import SlotBias, masks_in
+from attnops_caches.scores import masks_in
 
 if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
@@ -139,46 +135,49 @@ def run_cached(
         UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
     """
     assert isinstance(boundary, CacheBoundary)
-    placement, option_axes = boundary.placement, of_shard.operation.option_axes
-    is_packed = cache_of(of_shard.request).is_packed
+    placement, is_packed = boundary.placement, cache_of(of_shard.request).is_packed
     if is_packed:
         check_packed(placement)
+    # The mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
     keys = placement.batch if is_packed else placement.slots
     if keys is not None:
         _check_partial(keys, options)
-    entries = {"b": boundary.batch, "h": boundary.heads, "k": boundary.kv_heads, "s": keys}
-    sizes = {"b": query.shape[0], "h": query.shape[2], "k": cache.kv_heads}
-    specs = option_specs(entries, sizes, options, option_axes)
-    if isinstance(bias := options.get("bias"), SlotBias):
-        specs["bias"] = _bias_specs(bias, entries)
-    by_query = PartitionSpec(boundary.batch, None, boundary.heads)
+    by_query, by_head = (
+        PartitionSpec(boundary.batch, None, boundary.heads),
+        PartitionSpec(boundary.batch, boundary.heads),
+    )
     of_new = None if new is None else placement.specs_of_new(cache, is_packed)
-    cache_specs = placement.specs(cache)
-    operands = ShardedOperands((query, cache, new), options, {"args": (by_query, cache_specs, of_new), **specs})
-    by_head = PartitionSpec(boundary.batch, boundary.heads)
+    of_cache: Any = placement.specs(cache)
     fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
-    wanted = wanted_fields(options)
+    wanted, written = wanted_fields(options), () if new is None else tuple(new.tokens)
     group = query.shape[2] // cache.kv_heads
-    names = () if new is None else tuple(new.tokens)
-    held: Any = cache_specs
-    written = [getattr(held.store, name) for name in names]
-    static = (wanted, names, keys, group, by_kv_head(options, option_axes))
-    local = _Local(of_shard, operands.template, boundary, *static)
-    where = mesh_arguments(boundary.mesh)
-    key = of_shard.key
-    if key is not None:
-        static_key = (placement, boundary.batch, boundary.heads, *static)
-        key = program_key(key, boundary, operands.template, options, where, static_key)
+
+    def compute(shard: Shard, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Leaf, ...]:
+        query, cache, new = args
+        local: Any = placement.local(cache)
+        if boundary.kv_heads != boundary.heads:
+            local = _with_heads(local, shard, group)
+        if keys is None:
+            output, local = of_shard.run(query, local, options, new)
+            return *fields_of(output, wanted), *(getattr(local.store, name) for name in written)
+        sinks = options.pop("sinks", None)
+        options.pop("return_lse", None)
+        part = joined(of_shard.partial(query, local, options), keys)
+        if sinks is not None:
+            part = with_sinks(part, sinks)
+        return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), wanted)
+
     # Nothing is differentiated, and kernels may have carries that don't vary as the check wants.
-    outs = *(fields[name] for name in wanted), *written
-    program = ShardedProgram(local, tuple(operands.specs), outs, False, where, key)
-    run = compiled(program) if key is not None else program.compiled()
-    moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
-    results = run(*moved)
+    results = run_on_shards(
+        boundary, compute, (query, cache, new), (by_query, of_cache, of_new), options,
+        (*(fields[name] for name in wanted), *(getattr(of_cache.store, name) for name in written)), of_shard.key,
+        (placement, wanted, written), kv_heads=cache.kv_heads, option_axes=of_shard.operation.option_axes,
+        check_vma=False, keys=keys,
+    )  # fmt: skip
     output = OperationOutput(**dict(zip(wanted, results[: len(wanted)], strict=True)))
     if new is not None:
-        arrays: dict[str, Any] = dict(zip(names, results[len(wanted) :], strict=True))
-        held = cache
+        held: Any = cache
+        arrays: dict[str, Any] = dict(zip(written, results[len(wanted) :], strict=True))
         cache = dataclasses.replace(held, store=dataclasses.replace(held.store, **arrays))
     return output, cache
 
@@ -190,55 +189,6 @@ def may_step(boundary: Boundary, cache: Cache) -> bool:
     assert isinstance(boundary, CacheBoundary)
     free = cache.active_placement
     return free is not None and free == boundary.placement and free.slots is None and free.kv_heads == boundary.heads
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Local:
-    """The computation of one device; holds no operand.
-
-    Attributes:
-        template: the call's arguments without its operands.
-        wanted: the fields of the output that the call asks for.
-        written: the arrays of the cache's store that are returned too, with new tokens.
-        keys: the mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
-        group: query heads per kv head, in the whole call.
-        by_kv_head: by name of an option that is not in the contract, the axis of its arrays that is kv heads.
-    """
-
-    of_shard: CallOfShard
-    template: Template
-    boundary: CacheBoundary
-    wanted: tuple[str, ...]
-    written: tuple[str, ...]
-    keys: Entry
-    group: int
-    by_kv_head: tuple[tuple[str, int], ...]
-
-    def run(self, *arrays: Leaf) -> tuple[Leaf, ...]:
-        """The wanted fields of this device's shard, from its operands; inside `jax.shard_map`."""
-        (query, cache, new), rest = self.template.filled(arrays)
-        boundary, (B, _, H, _) = self.boundary, query.shape
-        shard_cache: Any = boundary.placement.local(cache)
-        shard = Shard(first_index(boundary.batch, B), first_index(boundary.heads, H), B, H)
-        if boundary.kv_heads != boundary.heads:
-            shard_cache = _with_heads(shard_cache, shard, self.group)
-            for name, axis in self.by_kv_head:
-                rest[name] = jax.tree.map(
-                    lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, self.group, a),  # type: ignore[misc]
-                    rest[name],
-                )
-        rest["mask"] = shard_of(rest["mask"], shard)
-        if isinstance(bias := rest.get("bias"), SlotBias):
-            rest["bias"] = dataclasses.replace(bias, bias=shard_of(bias.bias, shard))
-        if self.keys is None:
-            output, shard_cache = self.of_shard.run(query, shard_cache, rest, new)
-            return *fields_of(output, self.wanted), *(getattr(shard_cache.store, name) for name in self.written)
-        sinks = rest.pop("sinks", None)
-        rest.pop("return_lse", None)
-        part = joined(self.of_shard.partial(query, shard_cache, rest), self.keys)
-        if sinks is not None:
-            part = with_sinks(part, sinks)
-        return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), self.wanted)
 
 
 def joined(part: PartialSoftmax, axes: Entry) -> PartialSoftmax:
@@ -277,24 +227,6 @@ def _numbering_keys(mask: Mask) -> Mask | None:
     if mask.axes is None:
         return mask
     return next((x for x in map(_numbering_keys, masks_in(mask)) if x is not None), None)
-
-
-def _bias_specs(bias: SlotBias, entries: Mapping[str, Entry]) -> Any:
-    """The specs of a bias by slot: what it holds by position is the same on every device."""
-
-    def spec_of(sharded: str) -> SpecOf:
-        return lambda shape, letters: PartitionSpec(
-            *(entries.get(x) if x in sharded and size > 1 else None for x, size in zip(letters, shape, strict=False))
-        )
-
-    by_slot, slots = spec_of("bs"), bias.k_positions
-    specs: dict[str, Any] = {
-        "bias": specs_of(bias.bias, spec_of("bh")),
-        "q_positions": spec_of("b")(bias.q_positions.shape, "bt"),
-        "k_positions": specs_of(slots, by_slot) if isinstance(slots, Slots) else by_slot(slots.shape, "bs"),
-        "q_rows": None if bias.q_rows is None else PartitionSpec(),
-    }
-    return dataclasses.replace(bias, **specs)
 
 
 def _with_heads(cache: Any, shard: Shard, group: int) -> Any:

@@ -48,7 +48,7 @@ class RowCache(StoredCache):
             ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of one with a
                 layer axis.
         """
-        if self.store.first is not None:
+        if self.store.layer is not None:
             raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
         array: Any = rows if hasattr(rows, "dtype") else np.asarray(rows)
         if np.dtype(array.dtype).kind not in "iu" or array.ndim != 1 or not array.size:

@@ -216,9 +216,9 @@ class PagedCache(StoredCache):
         return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
-        store, table = self.store.flat(), whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
-        taken = {name: whole(x)[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
-        key, value = store.decoded(taken)
+        table = whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
+        taken = {name: whole(x)[table] for name, x in self.store.flat_blocks().items()}  # [B, M, K, page, d]
+        key, value = self.store.decoded(taken)
 
         def rows(x: jax.Array) -> jax.Array:
             return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(self.dtype)
@@ -266,7 +266,7 @@ class PagedCache(StoredCache):
             ValueError: the cache is one layer of one with a layer axis.
             UnsupportedError: a mesh shards the pages; each shard copies its own, in a `jax.shard_map`.
         """
-        if self.store.first is not None:
+        if self.store.layer is not None:
             raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
         if self._shards > 1:
             reason = Reason(

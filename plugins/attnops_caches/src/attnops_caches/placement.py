@@ -91,7 +91,7 @@ class Placement:
         held: Any = cache
         by_scale = {"tensor": (), "head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
         scale = () if held.codec is None else by_scale[held.codec.scales]
-        last |= {"key_scale": scale, "value_scale": scale, "first": (), "first_slot": (), "table": (self.batch, None)}
+        last |= {"key_scale": scale, "value_scale": scale, "layer": (), "first_slot": (), "table": (self.batch, None)}
         last["copied"] = (self.batch,)
 
         def spec(path: tuple[Any, ...], x: Leaf) -> PartitionSpec:
@@ -127,7 +127,7 @@ class Placement:
             return dataclasses.replace(cache, placement=None)
         held: Any = cache
         first: Any = {} if self.slots is None else {"first_slot": lax.axis_index(self.slots) * cache.length}
-        shard: CacheType = dataclasses.replace(held, placement=None, store=held.store.local(), **first)
+        shard: CacheType = dataclasses.replace(held, placement=None, **first)
         return shard
 
 
@@ -199,7 +199,7 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_
     paged, dense = cache.storage == "PagedCache", cache.storage == "DenseCache"
     # A number that mesh axes divide if they divide rows and pages.
     rows = math.gcd(cache.batch, held.store.own_blocks) if paged else cache.batch
-    if held.store.first is not None:
+    if held.store.layer is not None:
         rows = 1  # one layer among the blocks of others
 
     return Placement(
@@ -289,7 +289,7 @@ def _of_shard(
     grown = _grown(after)
     if placement.slots is not None:
         grown = {"lengths": lengths + fit, "overflowed": cache.overflowed | (fit < count)}
-    return grown, dataclasses.replace(after.store, first=cache.store.first, blocks=cache.store.blocks)
+    return grown, after.store
 
 
 def _grown(cache: StoredCache) -> dict[str, Any]:

@@ -92,9 +92,7 @@ class Store:
         key_scale: the keys' scales, float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the values' scales, likewise; None for latent content.
         layout: how a token lies in these arrays.
-        first: for one layer whose arrays are those of all layers, [L, blocks, K, n, D], its first block, int32 []; else
-            None.
-        blocks: for such a layer, how many blocks it has; else None.
+        layer: for one layer whose arrays are those of all layers, [L, blocks, K, n, D], which it is, int32 []; else None.
     """
 
     key: jax.Array
@@ -102,8 +100,7 @@ class Store:
     key_scale: jax.Array | None
     value_scale: jax.Array | None
     layout: TokenLayout = dataclasses.field(metadata={"static": True})
-    first: jax.Array | None = None
-    blocks: int | None = dataclasses.field(default=None, metadata={"static": True})
+    layer: jax.Array | None = None
 
     @property
     def slots(self) -> int:
@@ -113,45 +110,31 @@ class Store:
     @property
     def own_blocks(self) -> int:
         """How many blocks one layer has."""
-        return self.key.shape[-4] if self.blocks is None else self.blocks
+        return self.key.shape[-4]
 
     @property
     def base(self) -> jax.Array | int:
-        """The index of the first block."""
-        return 0 if self.first is None else self.first
+        """The index of the first block among those of `flat_blocks`."""
+        return 0 if self.layer is None else self.layer * self.own_blocks
 
     def own(self, x: jax.Array) -> jax.Array:
         """This layer's blocks of an array of blocks: a copy if it has those of other layers too."""
-        if self.first is None:
-            return x
-        if self.key.ndim == 4:
-            return lax.dynamic_slice_in_dim(x, self.first, self.own_blocks)
-        return lax.dynamic_index_in_dim(x, self.first // self.own_blocks, keepdims=False)
+        return x if self.layer is None else lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
 
-    def layer(self, layer: jax.typing.ArrayLike) -> Store:
-        """One layer of a store with a layer axis: the arrays stay those of all layers, with the axis, see `flat`."""
+    def at_layer(self, layer: jax.typing.ArrayLike) -> Store:
+        """One layer of a store with a layer axis: the arrays stay those of all layers."""
         names = () if self.layout.has_token_scales else ("key_scale", "value_scale")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         changes: Any = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()}
-        first = jnp.asarray(layer, jnp.int32) * self.own_blocks
-        return dataclasses.replace(self, **changes, first=first, blocks=self.own_blocks)
+        return dataclasses.replace(self, **changes, layer=jnp.asarray(layer, jnp.int32))
 
-    def flat(self) -> Store:
-        """One layer as it is read: with the blocks of all layers one after the other. Any other store as it is.
+    def flat_blocks(self) -> dict[str, jax.Array]:
+        """The arrays of blocks as they are read, without a layer axis: the blocks of all layers one after the other.
 
-        What is written must keep the layer axis: XLA's CPU backend copies a loop's array that is reshaped where K is 1.
+        What is written must keep the axis: XLA's CPU backend copies a loop's array that is reshaped where K is 1.
         """
-        if self.first is None or self.key.ndim == 4:
-            return self
-        flat: dict[str, Any] = {name: x.reshape(-1, *x.shape[2:]) for name, x in self._blocks().items()}
-        return dataclasses.replace(self, **flat)
-
-    def local(self) -> Store:
-        """This store in a `jax.shard_map`, where its arrays are a shard: ``first`` and ``blocks`` count the shard's."""
-        if self.first is None:
-            return self
-        local_blocks = self.key.shape[-4]
-        return dataclasses.replace(self, first=self.first // self.own_blocks * local_blocks, blocks=local_blocks)
+        blocks = self._blocks()
+        return blocks if self.layer is None else {name: x.reshape(-1, *x.shape[2:]) for name, x in blocks.items()}
 
     def _blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks."""
@@ -189,8 +172,7 @@ class Store:
             return x[..., None] if name in scales else x
 
         targets = [with_features(name, getattr(self, name)) for name in tokens]
-        layer = None if self.first is None else self.first // self.own_blocks
-        written = _write(targets, [with_features(*x) for x in tokens.items()], pieces, count, layer)
+        written = _write(targets, [with_features(*x) for x in tokens.items()], pieces, count, self.layer)
         changes: dict[str, Any] = {
             name: x[..., 0] if name in scales else x for name, x in zip(tokens, written, strict=True)
         }

@@ -183,7 +183,7 @@ class StoredCache(Cache):
             raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
         check_layer(layer, self.lengths.shape[0])
         fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._of_layer().items()}
-        return dataclasses.replace(self, store=self.store.layer(layer), **fields)  # type: ignore[arg-type]
+        return dataclasses.replace(self, store=self.store.at_layer(layer), **fields)  # type: ignore[arg-type]
 
     def with_layer(self, layer: ArrayLike, one: Self) -> Self:
         """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``.
@@ -195,7 +195,7 @@ class StoredCache(Cache):
         Raises:
             ValueError: there is no layer axis, a known layer is not in it, or ``one`` is no layer of a cache.
         """
-        if self.lengths.ndim != 2 or not isinstance(one, StoredCache) or one.store.first is None:
+        if self.lengths.ndim != 2 or not isinstance(one, StoredCache) or one.store.layer is None:
             raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
         check_layer(layer, self.lengths.shape[0])
         new = one._of_layer()

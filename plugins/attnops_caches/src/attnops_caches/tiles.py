@@ -116,14 +116,12 @@ class StoreLoader(TileLoader):
         store = self.store
         # The arrays of all layers keep the layer axis: XLA's CPU backend copies a loop's array that is reshaped, for
         # K = 1.
-        has_layers = store.key.ndim == 5
-        base = 0 if has_layers else store.base
-        lead = [store.base // store.own_blocks] if has_layers else []
+        lead = [] if store.layer is None else [store.layer]
         ones = (1,) * len(lead)
         if self.table is None:
-            start = _int32(*lead, at.row + base, at.head, at.slot, feature)
+            start = _int32(*lead, at.row, at.head, at.slot, feature)
             return lax.dynamic_slice(x, start, (*ones, 1, at.heads, at.size, d)).reshape(at.heads, at.size, d)
-        pages, size = jnp.clip(self.table, 0, store.own_blocks - 1) + base, store.slots
+        pages, size = jnp.clip(self.table, 0, store.own_blocks - 1), store.slots
         count = at.size // size
         numbers = lax.dynamic_slice(pages, _int32(at.row, at.slot // size), (1, count))[0]
         # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,

@@ -240,4 +240,4 @@ def _with_heads(cache: Any, shard: Shard, group: int) -> Any:
             return x
         return kv_heads_of(store.own(x), shard, group, 1) if x.ndim > 1 else kv_heads_of(x, shard, group, 0)
 
-    return dataclasses.replace(cache, store=dataclasses.replace(jax.tree.map(chosen, store), first=None, blocks=None))
+    return dataclasses.replace(cache, store=dataclasses.replace(jax.tree.map(chosen, store), layer=None))

@@ -29,7 +29,7 @@ _LEAST_ACTIVE: Final = 0.75
 def serves(plan: NativePlan, store: Store) -> bool:
     """Whether `attend` can compute a call over a store whose blocks are rows; static."""
     layout = store.layout
-    is_plain = layout.stored_dtype == plan.dtype == jnp.float32 and layout.content == "separate" and store.first is None
+    is_plain = layout.stored_dtype == plan.dtype == jnp.float32 and layout.content == "separate" and store.layer is None
     scores_are_few = plan.nq == 1 and 2 * plan.R <= plan.D
     # A symbolic B has no product with K that a reshape accepts.
     return is_plain and scores_are_few and plan.scoring.bias is None and isinstance(plan.B, int)

@@ -50,9 +50,7 @@ def cached_attention(
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     of_keys = None if of_tiles is None else of_tiles.of_keys
     plan = make_plan(call, cache, wants_lse, of_tiles is not None, of_keys is not None)
-    store = cache.store.flat()
-    names = "key", "value", *(("key_scale", "value_scale") if store.layout.has_token_scales else ())
-    blocks = {name: x for name in names if (x := getattr(store, name)) is not None}
+    store, blocks = cache.store, cache.store.flat_blocks()
     if of_keys is not None and of_keys.mask is not None:
         of_keys = of_keys.replace(mask=without_table(of_keys.mask)[0])
     values = arrays(plan, call, of_keys, cache.batch)

@@ -65,9 +65,9 @@ def _in_32_bits(x: jax.Array) -> jax.Array:
 
 def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     """The arrays of the cache, the number of their first block, and the table of pages."""
-    store = cache.store.flat()
+    store = cache.store
     named = {name: getattr(store, name) for name in Tokens._fields}
-    found = {name: x for name, x in named.items() if x is not None}
+    found = {name: x for name, x in named.items() if x is not None} | store.flat_blocks()
     found["base"] = jnp.asarray(store.base, jnp.int32)[None]
     return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
 

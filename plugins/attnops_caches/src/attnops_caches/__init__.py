@@ -14,9 +14,8 @@ from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.reader import CacheLimits, CacheOptions, CacheReader, cache_of, in_place_reasons, step_reasons
 from attnops_caches.calls.request import CacheRequest, slots_of_row
 from attnops_caches.codec import Quantized
-from attnops_caches.create import TokenOptions
 from attnops_caches.dense import DenseCache
-from attnops_caches.layout import TokenLayout
+from attnops_caches.layout import TokenLayout, TokenOptions
 from attnops_caches.paged import PagedCache
 from attnops_caches.placement import Placement, sharded
 from attnops_caches.pool import PageCopies, PagePool

@@ -11,13 +11,12 @@ import numpy as np
 
 from attnops.exported import serialised
 from attnops.sharding.placing import placed
-from attnops_caches.create import TokenOptions, create_rows, create_store
 from attnops_caches.integers import int32
-from attnops_caches.layout import check_size
+from attnops_caches.layout import TokenOptions, check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
-from attnops_caches.store import Pieces
-from attnops_caches.stored import StoredCache
+from attnops_caches.store import Pieces, create_store
+from attnops_caches.stored import StoredCache, create_rows
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike

@@ -1,20 +1,53 @@
-"""TokenLayout: how the key and the value of a token lie in the arrays of a `Store`."""
+"""TokenLayout: how key and value of a token lie in the arrays of a `Store`; TokenOptions, what a cache is created with."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
+from attnops.dispatch.vocabulary import hint
 from attnops_caches.bits import from_bits, to_bits
 from attnops_caches.codec import Quantized
 
 if TYPE_CHECKING:
     from attnops.typing import DType
+
+
+class TokenOptions(TypedDict, total=False):
+    """What every storage is created with. All but the first two may be left out, or be None.
+
+    Attributes:
+        kv_heads: K.
+        head_dim: D, of keys.
+        value_head_dim: Dv, of values; None for D.
+        dtype: the dtype of keys and values as they are appended and read, and of queries. bfloat16 if left out.
+        codec: a `Quantized`, how tokens are stored; None: as they are.
+        latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
+            features of the key, and is not stored again.
+        key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
+        value_scale: the same of the values.
+        layers: L, for a layer axis in front of every array; None for none.
+        width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
+            key and zeros. If left out, keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
+            products on CPUs read where they are.
+    """
+
+    kv_heads: Required[int]
+    head_dim: Required[int]
+    value_head_dim: int | None
+    dtype: DType
+    codec: Quantized | None
+    latent: int | None
+    key_scale: ArrayLike | None
+    value_scale: ArrayLike | None
+    layers: int | None
+    width: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +190,27 @@ class TokenLayout:
         """The inverse of `to_json`."""
         codec = fields["codec"] and Quantized(**fields["codec"])
         return cls(**fields | {"dtype": jnp.dtype(fields["dtype"]), "codec": codec})
+
+
+def layout_of(tokens: TokenOptions, joins: bool = False) -> tuple[TokenLayout, int, tuple[int, ...]]:
+    """The layout, K, and (L,), or () without a layer axis, of a cache that is created with these options.
+
+    Raises:
+        TypeError: an option that there is not, or one that is missing.
+        ValueError: see `TokenLayout.create`.
+    """
+    known = sorted(TokenOptions.__annotations__)
+    for name in tokens:
+        if name not in known:
+            advice = hint(name, known)
+            raise TypeError(f"a cache has no option {name!r}; it has {known}{advice and f'; {advice}'}")
+    given: Any = {name: x for name, x in tokens.items() if x is not None and not name.endswith("_scale")}
+    for name in ("kv_heads", "head_dim"):
+        if name not in given:
+            raise TypeError(f"{name} is missing: a cache is created with kv_heads=K and head_dim=D at least")
+    kv_heads, layers = check_size("kv_heads", given.pop("kv_heads")), given.pop("layers", None)
+    lead = () if layers is None else (check_size("layers", layers),)
+    return TokenLayout.create(**given, joins=joins), kv_heads, lead
 
 
 def check_size(name: str, size: object) -> int:

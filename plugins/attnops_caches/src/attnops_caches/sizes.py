@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final, Unpack
 import jax
 import jax.numpy as jnp
 
-from attnops_caches.create import TokenOptions, given_options
-from attnops_caches.layout import TokenLayout, check_size
+from attnops_caches.layout import TokenOptions, check_size, layout_of
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -36,13 +35,11 @@ def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unp
     platform = jax.default_backend() if platform is None else platform
     if platform != "tpu" and platform not in _UNPADDED:
         raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_UNPADDED, 'tpu']} only")
-    given = {name: x for name, x in given_options(tokens).items() if not name.endswith("_scale")}
-    K, layers = check_size("kv_heads", given.pop("kv_heads")), given.pop("layers", None)
-    layout, lead = TokenLayout.create(**given, joins=True), 1 if layers is None else check_size("layers", layers)
+    layout, K, lead = layout_of(tokens, joins=True)
     size = _stored_bytes((K, check_size("page_size", page_size), layout.width), layout.stored_dtype, platform)
     if layout.has_token_scales:
         size += (1 if layout.content == "latent" else 2) * _stored_bytes((K, page_size), jnp.float32, platform)
-    return lead * size
+    return math.prod(lead) * size
 
 
 def pages_that_fit(

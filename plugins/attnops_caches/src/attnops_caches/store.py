@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from attnops.exported import serialised, serialised_tuple
-from attnops_caches.layout import TokenLayout
+from attnops_caches.bits import bits_dtype
+from attnops_caches.layout import TokenLayout, TokenOptions, layout_of
 
 CacheOf = TypeVar("CacheOf")
 
@@ -92,7 +95,7 @@ class Store:
         key_scale: the keys' scales, float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the values' scales, likewise; None for latent content.
         layout: how a token lies in these arrays.
-        layer: for one layer whose arrays are those of all layers, [L, blocks, K, n, D], which it is, int32 []; else None.
+        layer: which layer it is, int32 [], where the arrays are those of all layers, [L, blocks, K, n, D]; else None.
     """
 
     key: jax.Array
@@ -121,7 +124,7 @@ class Store:
         """This layer's blocks of an array of blocks: a copy if it has those of other layers too."""
         return x if self.layer is None else lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
 
-    def at_layer(self, layer: jax.typing.ArrayLike) -> Store:
+    def at_layer(self, layer: ArrayLike) -> Store:
         """One layer of a store with a layer axis: the arrays stay those of all layers."""
         names = () if self.layout.has_token_scales else ("key_scale", "value_scale")
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
@@ -181,6 +184,46 @@ class Store:
     def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
         """New tokens as they are stored, see `TokenLayout.encoded`."""
         return self.layout.encoded(key, value, self.key_scale, self.value_scale)
+
+
+def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[TokenOptions]) -> Store:
+    """An empty store of ``blocks`` of n = ``slots``, its arguments checked.
+
+    If ``joins``, key and value are in one array, without zeros unless a width is given.
+    """
+    layout, K, lead = layout_of(tokens, joins)
+    codec, is_latent = layout.codec, layout.content == "latent"
+    stored = bits_dtype(layout.stored_dtype)
+
+    def array(d: int) -> jax.Array:
+        return jnp.zeros((*lead, blocks, K, slots, d), stored)
+
+    def scales(name: str, given: ArrayLike | None) -> jax.Array | None:
+        if codec is None or codec.scales == "token_head":
+            if given is not None:
+                why = "has no codec" if codec is None else "computes scales by token and head itself"
+                raise ValueError(f"{name} is given, but the cache {why}; leave it out")
+            return None if codec is None else jnp.zeros((*lead, blocks, K, slots), jnp.float32)
+        shape = () if codec.scales == "tensor" else (K,)
+        if given is None:
+            raise ValueError(f"{name} is missing: with scales={codec.scales!r} it must be given, float32 {list(shape)}")
+        known = isinstance(given, (int, float, np.ndarray, np.generic, list, tuple))
+        if known and not all(np.isfinite(x) and x > 0 for x in np.asarray(given, np.float32).ravel()):
+            raise ValueError(f"{name}={given} must be finite and above 0: tokens are stored as x / {name}")
+        array = jnp.asarray(given, jnp.float32)
+        if array.shape not in (shape, (*lead, *shape)):
+            raise ValueError(f"{name} has shape {array.shape}, but must have shape {(*lead, *shape)} or {shape}")
+        return jnp.broadcast_to(array, (*lead, *shape)) * jnp.float32(1)  # a buffer of its own, which can be donated
+
+    if is_latent and tokens.get("value_scale") is not None:
+        raise ValueError("value_scale is given, but the cache has latent content, which has no values of its own")
+    return Store(
+        key=array(layout.width),
+        value=array(layout.value_head_dim) if layout.content == "separate" else None,
+        key_scale=scales("key_scale", tokens.get("key_scale")),
+        value_scale=None if is_latent else scales("value_scale", tokens.get("value_scale")),
+        layout=layout,
+    )
 
 
 def _write(

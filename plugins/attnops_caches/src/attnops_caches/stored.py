@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
-from attnops_caches.integers import check_layer
+from attnops_caches.integers import check_layer, integers_by_row
+from attnops_caches.layout import check_size
 from attnops_caches.placement import append as append_by_shard
 from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows
@@ -27,6 +29,20 @@ if TYPE_CHECKING:
     from attnops.typing import DType
 
 StoredType = TypeVar("StoredType", bound="StoredCache")
+
+
+def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dict[str, Any]:
+    """``lengths``, ``starts`` and ``overflowed`` of an empty cache."""
+    check_size("batch", batch)
+    lead = () if layers is None else (layers,)
+    first = jnp.zeros((batch,), jnp.int32) if starts is None else integers_by_row("starts", starts, batch)
+    if isinstance(starts, (int, list, tuple, np.ndarray)) and (np.asarray(starts) < 0).any():
+        raise ValueError(f"starts={starts} must be at least 0: how many tokens of left padding each row has")
+    return {
+        "lengths": jnp.zeros((*lead, batch), jnp.int32),
+        "starts": jnp.broadcast_to(first, (*lead, batch)) + jnp.int32(0),
+        "overflowed": jnp.zeros((*lead, batch), bool),
+    }
 
 
 @dataclasses.dataclass(frozen=True)

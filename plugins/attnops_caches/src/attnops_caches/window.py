@@ -13,13 +13,13 @@ from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
 from attnops_caches.base import Planned
-from attnops_caches.create import TokenOptions, create_rows, create_store
 from attnops_caches.dense import RowCache
-from attnops_caches.layout import check_size
+from attnops_caches.layout import TokenOptions, check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.rows import Rows, check_rows
-from attnops_caches.store import Pieces
+from attnops_caches.store import Pieces, create_store
+from attnops_caches.stored import create_rows
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike

@@ -22,6 +22,7 @@ from attnops_caches.calls.step import step
 from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement
+from attnops_caches.placement import append as append_by_shard
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
 
@@ -196,11 +197,8 @@ class Cache(Source):
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
             UnsupportedError: packed rows on a mesh that shards the context.
         """
-        return self._appended(*self._new(key, value, lengths, rows))
-
-    def _appended(self, *given: Any) -> Self:
-        """`append` of what `_new` returns; on a mesh each device writes to its shard."""
-        return self._append(*given)
+        given, placement = self._new(key, value, lengths, rows), self.active_placement
+        return self._append(*given) if placement is None else append_by_shard(placement, self, *given)
 
     def _new(
         self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
@@ -208,17 +206,24 @@ class Cache(Source):
         """The arguments of `append`, checked; lengths are those of all rows, or None for packed rows."""
         self._check_layer()
         batch = self.batch if rows is None else 1
-        key, value = self._tokens("key", key, self.head_dim, batch), self._value(value, batch)
-        if value is not None and value.shape[1] != key.shape[1]:
+        key = self._tokens("key", key, self.head_dim, batch)
+        T, is_latent, values = key.shape[1], self.describe().latent, None
+        if is_latent and value is not None:
             raise ValueError(
-                f"value has length {value.shape[1]}, but key has length {key.shape[1]}: they must be equal"
+                f"value is given, but the cache has latent content: its value is the first {self.value_head_dim} "
+                f"features of the key; leave value out"
             )
-        T = key.shape[1]
+        if not is_latent:
+            if value is None:
+                raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
+            values = self._tokens("value", value, self.value_head_dim, batch)
+            if values.shape[1] != T:
+                raise ValueError(f"value has length {values.shape[1]}, but key has length {T}: they must be equal")
         if rows is None:
-            return key, value, self.row_lengths("lengths", lengths, T), None
+            return key, values, self.row_lengths("lengths", lengths, T), None
         if lengths is not None:
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
-        return key, value, None, check_rows(rows).checked(T, self.batch)
+        return key, values, None, check_rows(rows).checked(T, self.batch)
 
     def planned(self, T: int, count: jax.Array | None, rows: Rows | None) -> Planned:
         """Where new tokens go, and what the rows are afterwards; its arguments are checked.
@@ -391,11 +396,6 @@ class Cache(Source):
                 f"{type(self).__name__}'s lengths have shape {self.lengths.shape}, but must have shape [B]: it has a "
                 f"layer axis in front; take one layer by cache.layer(layer)"
             )
-
-    def _value(self, value: ArrayLike | None, batch: int) -> jax.Array | None:
-        if value is None:
-            raise ValueError(f"value=None, but a {type(self).__name__} stores values; give them")
-        return self._tokens("value", value, self.value_head_dim, batch)
 
     def _tokens(self, name: str, x: Any, d: int, batch: int) -> jax.Array:
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
+from typing import TYPE_CHECKING, ClassVar, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from attnops.exported import serialised
 from attnops.sharding.placing import placed
-from attnops_caches.integers import int32
+from attnops_caches.integers import int32, integers_of_shape
 from attnops_caches.layout import TokenOptions, check_size
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
@@ -49,10 +49,7 @@ class RowCache(StoredCache):
         """
         if self.store.layer is not None:
             raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
-        array: Any = rows if hasattr(rows, "dtype") else np.asarray(rows)
-        if np.dtype(array.dtype).kind not in "iu" or array.ndim != 1 or not array.size:
-            found = f"{array.dtype} {tuple(array.shape)}"
-            raise ValueError(f"rows is {found}, but must be integers of rank 1, at least one")
+        array = integers_of_shape("rows", rows, [(max(np.size(rows), 1),)], "integers of rank 1, at least one")
         if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < self.batch:
             raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {self.batch - 1}")
         given, axis = int32(array), self.lengths.ndim - 1

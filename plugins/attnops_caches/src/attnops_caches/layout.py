@@ -1,4 +1,4 @@
-"""TokenLayout: how key and value of a token lie in the arrays of a `Store`; TokenOptions, what a cache is created with."""
+"""TokenLayout: how key and value of a token lie in the arrays of a `Store`; TokenOptions: what a cache is made with."""
 
 from __future__ import annotations
 

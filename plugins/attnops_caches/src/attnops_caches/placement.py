@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops.errors import Reason, UnsupportedError
+from attnops.partition.boundary import dividing_axes
 from attnops.programs.program import Program, bind
 from attnops.programs.tracing import CALLS, trace
 from attnops.sharding.axes import BATCH, KV_HEAD, KV_LENGTH
@@ -24,7 +25,7 @@ from attnops.sharding.mesh import entry_of, manual_axes, mesh_arguments, names_o
 from attnops.sharding.modes import MODE_DECODE
 from attnops.sharding.placing import explicit_names, of_axes, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
-from attnops.sharding.specs import MeshLike, correct_spec
+from attnops.sharding.specs import MeshLike
 from attnops_caches.store import NewTokens, Pending
 
 if TYPE_CHECKING:
@@ -212,13 +213,10 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_
 
 def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
     """The axes of a mesh that divide a size, without those that an enclosing `jax.shard_map` uses."""
-    manual = manual_axes()
-    names = tuple(name for name in names_of(entry) if name not in manual)
-    kept = names_of(correct_spec(PartitionSpec(names), (size,), mesh)[0]) if names else ()
-    return entry_of(name for name in kept if mesh.shape[name] > 1)
+    return dividing_axes(mesh, frozenset(name for name, n in mesh.shape.items() if n > 1) - manual_axes(), entry, size)
 
 
-def append(placement: Placement, cache: StoredType, *given: Any) -> StoredType:
+def append(placement: Placement, cache: CacheType, *given: Any) -> CacheType:
     """`Cache.append` on a mesh, given what `Cache._new` returns: each device writes to its rows, heads and slots.
 
     Raises:
@@ -226,8 +224,9 @@ def append(placement: Placement, cache: StoredType, *given: Any) -> StoredType:
     """
     if given[-1] is not None:
         check_packed(placement)
-    cache, grown, store = _on_shards(placement, True, cache, *given)
-    return dataclasses.replace(cache, store=store, **grown)
+    held, grown, store = _on_shards(placement, True, cache, *given)
+    result: CacheType = dataclasses.replace(held, store=store, **grown)
+    return result
 
 
 def pending(placement: Placement, cache: StoredType, *given: Any) -> Pending[StoredType]:

@@ -17,7 +17,6 @@ from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import check_layer, integers_by_row
 from attnops_caches.layout import check_size
-from attnops_caches.placement import append as append_by_shard
 from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows
 from attnops_caches.store import NewTokens, Pending, Pieces, Store
@@ -107,15 +106,8 @@ class StoredCache(Cache):
     @property
     def bytes_per_token(self) -> int:
         """The bytes of one token of one layer, scales and zeros of its ``width`` included."""
-        store = self.store
-        arrays = [x for x in (store.key, store.value) if x is not None]
-        scales = [x for x in (store.key_scale, store.value_scale) if x is not None and store.layout.has_token_scales]
-        features = sum(x.shape[-1] * x.dtype.itemsize for x in arrays)
-        return store.kv_heads * (features + 4 * len(scales))
-
-    def _appended(self, *given: Any) -> Self:
-        placement = self.active_placement
-        return self._append(*given) if placement is None else append_by_shard(placement, self, *given)
+        sizes = {name: 1 if name.endswith("scale") else x.shape[-1] for name, x in self.store._blocks().items()}
+        return self.kv_heads * sum(n * getattr(self.store, name).dtype.itemsize for name, n in sizes.items())
 
     def loader(self) -> TileLoader:
         return StoreLoader(self.store, None)
@@ -237,16 +229,3 @@ class StoredCache(Cache):
     def _of_layer(self) -> dict[str, jax.Array]:
         """The arrays outside the store that have the layer axis."""
         return self._rows()
-
-    def _value(self, value: ArrayLike | None, batch: int) -> jax.Array | None:
-        latent = self.store.layout.latent
-        if latent is not None:
-            if value is not None:
-                raise ValueError(
-                    f"value is given, but the cache has latent content: its value is the first {latent} features of "
-                    f"the key; leave value out"
-                )
-            return None
-        if value is None:
-            raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
-        return self._tokens("value", value, self.value_head_dim, batch)

@@ -307,10 +307,11 @@ class _Pair(Mask):
     symbol = ""
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        return type(self)(self.left.bind(B, H, T, S), self.right.bind(B, H, T, S))
+        return dataclasses.replace(self, left=self.left.bind(B, H, T, S), right=self.right.bind(B, H, T, S))
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
-        return type(self)(self.left.at(q_positions, kv_positions), self.right.at(q_positions, kv_positions))
+        positions = q_positions, kv_positions
+        return dataclasses.replace(self, left=self.left.at(*positions), right=self.right.at(*positions))
 
     def kinds(self) -> frozenset[str]:
         return self.left.kinds() | self.right.kinds() | {self.symbol}

@@ -11,16 +11,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attnops.biases import Bias
-from attnops.dispatch.binding import Dimensions, bind_bias, bind_options, check_array, mask_primitives, swap_heads
+from attnops.dispatch.binding import (
+    Dimensions,
+    bind_bias,
+    bind_mask,
+    bind_options,
+    check_array,
+    mask_primitives,
+    swap_heads,
+)
 from attnops.dispatch.call import Call
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.request import AttentionRequest, dtype_name
 from attnops.kernels.nograd import without_gradient
-from attnops.masks.base import Dense, Mask
-from attnops.masks.checks import check_boolean, check_broadcastable
+from attnops.masks.base import Mask
 from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL, MODE_TRAIN, canonicalize_mode
 from attnops.sharding.placing import whole
 from attnops_caches.calls.on_mesh import find_cache_boundary
@@ -72,7 +78,9 @@ def bind_cached(
     cache.check_queries(query.shape[1], rows)
     scores = _scores(query, cache, query_lengths, rows, lengths)
     mask, bias = options.get("mask"), options.get("bias")
-    options = options | {"mask": slot_mask(_mask(mask, scores.shape), scores)}
+    if mask is not None and not isinstance(mask, Mask):
+        mask = bind_mask(mask, scores.shape)
+    options = options | {"mask": slot_mask(mask, scores)}
     if bias is not None:
         bound = bias if isinstance(bias, Bias) else bind_bias(bias, scores.shape)
         options["bias"] = slot_bias(bound, scores)
@@ -178,14 +186,3 @@ def _scores(
     position = index - starts[jnp.maximum(row, 0)]
     position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
     return ScorePositions((B, H, T, S), position[None], row[None], cache)
-
-
-def _mask(mask: object, shape: tuple[int, int, int, int]) -> Mask | None:
-    """The caller's mask, not bound: an array as `Dense`."""
-    if mask is None or isinstance(mask, Mask):
-        return mask
-    if not hasattr(mask, "dtype") or not hasattr(mask, "shape"):
-        raise ValueError(f"mask is a {type(mask).__name__}, but must be a boolean array or an attnops.masks.Mask")
-    check_broadcastable("mask", tuple(mask.shape), shape, "add axes of size 1; keys are counted by position")
-    check_boolean("mask", mask)
-    return Dense(mask if isinstance(mask, np.ndarray) else jnp.asarray(mask))

@@ -36,16 +36,9 @@ class Packed(And):
     axes: ClassVar = {"rows": "bs"}
     is_internal: ClassVar = True
 
-    def bind(self, B: int, H: int, T: int, S: int) -> Packed:  # type: ignore[override]
-        return Packed(self.left.bind(B, H, T, S), self.right.bind(B, H, T, S), self.rows)
-
-    def at(self, q_positions: Leaf = None, kv_positions: Leaf = None) -> Mask:
-        return And(self.left, self.right).at(q_positions, kv_positions)
-
     @property
     def q_rows(self) -> jax.Array:
         """The row of each query, counted from this device's first, int32 [N]; −1 for padding and others' rows."""
-        assert isinstance(self.right, Segments)
         return _rows_here(self.right, self.rows)
 
     def of_tiles(self, queries: jax.Array, exists: jax.Array, row: jax.Array, slots: Slots) -> Mask:
@@ -95,7 +88,6 @@ class PackedByRow(Mask):
 
     @property
     def q_rows(self) -> jax.Array:
-        assert isinstance(self.exists, Segments)
         return _rows_here(self.exists, self.rows)
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
@@ -192,7 +184,8 @@ def by_query(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
     return Dense(jnp.broadcast_to(allowed, (*allowed.shape[:2], *shape[2:])))
 
 
-def _rows_here(exists: Segments, rows: Leaf) -> jax.Array:
+def _rows_here(exists: Mask, rows: Leaf) -> jax.Array:
+    assert isinstance(exists, Segments)
     row = jnp.asarray(exists.q_ids)[0] - jnp.asarray(rows)[0, 0]
     is_here = (exists.q_ids[0] >= 0) & (row >= 0) & (row < np.shape(rows)[1])
     return jnp.where(is_here, row, -1)

@@ -67,15 +67,21 @@ class Slots(Mask):
         """The same slots as if every page were in the table; positions do not change."""
         return dataclasses.replace(self, exists=None, page_size=0)
 
-    def position(self, b: Index, slot: Index) -> jax.Array:
-        """The position of the token in a slot, elementwise."""
+    def position(self, b: Index | None, slot: Index) -> jax.Array:
+        """The position of the token in a slot, elementwise; None for all rows."""
         return self._number(b, slot) + _of_row(self.shift, b)
 
-    def held(self, b: Index, slot: Index) -> BoolArray:
-        """Whether a slot holds a token, elementwise."""
+    def held(self, b: Index | None, slot: Index) -> BoolArray:
+        """Whether a slot holds a token, elementwise; None for all rows."""
         number = self._number(b, slot)
         held = (number >= _of_row(self.start, b)) & (number < _of_row(self.stop, b))
-        return held if self.exists is None else held & take(self.exists, b, slot // self.page_size)
+        if self.exists is None:
+            return held
+        return held & (
+            jnp.repeat(self.exists, self.page_size, axis=1)
+            if b is None
+            else take(self.exists, b, slot // self.page_size)
+        )
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return self.held(b, kv) & (q == q)
@@ -112,18 +118,13 @@ class Slots(Mask):
 
     def arrays(self) -> tuple[jax.Array, jax.Array]:
         """The position of each slot int32 [B, S], and whether it holds a token, bool [B, S]."""
-        number = jnp.arange(self.length, dtype=jnp.int32)[None]
-        if self.newest is not None:  # not indexed by row, which explicit mesh axes do not allow
-            number = jnp.where(number > self.newest[:, None], number - self.length, number)
-        held = (number >= self.start[:, None]) & (number < self.stop[:, None])
-        if self.exists is not None:
-            held &= jnp.repeat(self.exists, self.page_size, axis=1)
-        return number + self.shift[:, None], held
+        slot = jnp.arange(self.length, dtype=jnp.int32)[None]
+        return self.position(None, slot), jnp.asarray(self.held(None, slot))
 
     def __repr__(self) -> str:
         return f"<int32 {list(self.sizes)}>"
 
-    def _number(self, b: Index, slot: Index) -> jax.Array:
+    def _number(self, b: Index | None, slot: Index) -> jax.Array:
         slot = jnp.asarray(slot, jnp.int32)
         if self.newest is None:
             return slot
@@ -247,7 +248,9 @@ def mapped(mask: Mask, change: Callable[[Mask], Mask]) -> Mask:
     return change(mask)
 
 
-def _of_row(values: Leaf, b: Index) -> jax.Array:
+def _of_row(values: Leaf, b: Index | None) -> jax.Array:
+    if b is None:  # not indexed by row, which explicit mesh axes do not allow
+        return jnp.asarray(values)[:, None]
     taken = jnp.asarray(values)[b]
     # The barrier keeps XLA from repeating the gather for each score of a tile.
     return lax.optimization_barrier(taken) if isinstance(taken, jax.core.Tracer) else taken

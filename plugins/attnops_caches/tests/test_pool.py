@@ -216,9 +216,9 @@ def test_a_truncated_row_is_left_as_it_was_if_no_page_is_free_for_its_copy() -> 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"pages": 0}, ValueError, "pages=0 must be >= 1"),
-        ({"page_size": -2}, ValueError, "page_size=-2 must be >= 1"),
-        ({"rows": 1.5}, TypeError, "rows=1.5 of type float must be an int >= 1"),
+        ({"pages": 0}, ValueError, "pages=0 must be an int of at least 1"),
+        ({"page_size": -2}, ValueError, "page_size=-2 must be an int of at least 1"),
+        ({"rows": 1.5}, TypeError, "rows=1.5 of type float must be an int of at least 1"),
         ({"pages": 2**31}, ValueError, "pages=2147483648 must be at most 2147483647, so that int32 holds their ids"),
         (
             {"max_pages": 2**30, "page_size": 4},

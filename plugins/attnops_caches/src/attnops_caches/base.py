@@ -208,6 +208,8 @@ class Cache(Source):
         batch = self.batch if rows is None else 1
         key = self._tokens("key", key, self.head_dim, batch)
         T, is_latent, values = key.shape[1], self.describe().latent, None
+        checked = None if rows is None else check_rows(rows).checked(T, self.batch)
+        self.check_append(T, rows)
         if is_latent and value is not None:
             raise ValueError(
                 f"value is given, but the cache has latent content: its value is the first {self.value_head_dim} "
@@ -219,11 +221,11 @@ class Cache(Source):
             values = self._tokens("value", value, self.value_head_dim, batch)
             if values.shape[1] != T:
                 raise ValueError(f"value has length {values.shape[1]}, but key has length {T}: they must be equal")
-        if rows is None:
+        if checked is None:
             return key, values, self.row_lengths("lengths", lengths, T), None
         if lengths is not None:
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
-        return key, values, None, check_rows(rows).checked(T, self.batch)
+        return key, values, None, checked
 
     def planned(self, T: int, count: jax.Array | None, rows: Rows | None) -> Planned:
         """Where new tokens go, and what the rows are afterwards; its arguments are checked.
@@ -349,6 +351,9 @@ class Cache(Source):
         fields = {name: x for name, x in self._rows().items() if name != "table"}
         changes: dict[str, Any] = {name: jnp.where(chosen, jnp.zeros((), x.dtype), x) for name, x in fields.items()}
         return dataclasses.replace(self, **changes)
+
+    def check_append(self, T: int, rows: Rows | None) -> None:
+        """Raise a `ValueError` if the storage is known not to take so many tokens at once; see `check_queries`."""
 
     def check_queries(self, T: int, rows: Rows | None) -> None:
         """Raise a `ValueError` if the storage is known to lack keys that the queries see.

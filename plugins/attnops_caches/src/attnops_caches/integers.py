@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +15,13 @@ if TYPE_CHECKING:
 LARGEST = 2**31 - 1
 
 
-def at_least_one(name: str, value: int) -> int:
-    """A count that must be static."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r} of type {type(value).__name__} must be an int >= 1") from None
-    if number < 1:
-        raise ValueError(f"{name}={number} must be >= 1")
-    return number
+def check_size(name: str, size: object) -> int:
+    """``size``; raises a `TypeError` unless it is an int, and a `ValueError` if it is below 1."""
+    if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+        raise TypeError(f"{name}={size!r} of type {type(size).__name__} must be an int of at least 1")
+    if size < 1:
+        raise ValueError(f"{name}={size} must be an int of at least 1")
+    return int(size)
 
 
 def array(values: Leaf) -> Any:

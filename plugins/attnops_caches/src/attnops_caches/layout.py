@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from attnops.dispatch.vocabulary import hint
 from attnops_caches.bits import from_bits, to_bits
 from attnops_caches.codec import Quantized
+from attnops_caches.integers import check_size
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -211,10 +211,3 @@ def layout_of(tokens: TokenOptions, joins: bool = False) -> tuple[TokenLayout, i
     kv_heads, layers = check_size("kv_heads", given.pop("kv_heads")), given.pop("layers", None)
     lead = () if layers is None else (check_size("layers", layers),)
     return TokenLayout.create(**given, joins=joins), kv_heads, lead
-
-
-def check_size(name: str, size: object) -> int:
-    """``size``; raises a `ValueError` unless it is an int of at least 1."""
-    if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
-        raise ValueError(f"{name}={size!r} must be an int of at least 1")
-    return int(size)

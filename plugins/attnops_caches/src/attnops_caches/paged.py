@@ -14,8 +14,8 @@ from attnops.exported import serialised
 from attnops.sharding.mesh import names_of
 from attnops.sharding.placing import placed, whole
 from attnops_caches.calls.request import CacheRequest
-from attnops_caches.integers import int32, integers_of_shape, pairs
-from attnops_caches.layout import TokenOptions, check_size
+from attnops_caches.integers import check_size, int32, integers_of_shape, pairs
+from attnops_caches.layout import TokenOptions
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
 from attnops_caches.store import Pieces, create_store

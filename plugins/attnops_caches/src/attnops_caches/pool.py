@@ -16,7 +16,7 @@ from jax import lax
 
 from attnops.exported import serialised, serialised_tuple
 from attnops.programs.varying import equally_varying
-from attnops_caches.integers import LARGEST, array, at_least_one, int32, integers, pairs
+from attnops_caches.integers import LARGEST, array, check_size, int32, integers, pairs
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Leaf
@@ -85,8 +85,8 @@ class PagePool:
             TypeError: a number is not an integer.
             ValueError: a number is below 1, or int32 does not hold the ids of all pages or the length of a row.
         """
-        pages, page_size = at_least_one("pages", pages), at_least_one("page_size", page_size)
-        rows, max_pages = at_least_one("rows", rows), at_least_one("max_pages", max_pages)
+        pages, page_size = check_size("pages", pages), check_size("page_size", page_size)
+        rows, max_pages = check_size("rows", rows), check_size("max_pages", max_pages)
         if pages > LARGEST:
             raise ValueError(f"pages={pages} must be at most {LARGEST}, so that int32 holds their ids")
         if max_pages * page_size > LARGEST:

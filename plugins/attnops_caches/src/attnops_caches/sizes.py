@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final, Unpack
 import jax
 import jax.numpy as jnp
 
-from attnops_caches.layout import TokenOptions, check_size, layout_of
+from attnops_caches.integers import check_size
+from attnops_caches.layout import TokenOptions, layout_of
 
 if TYPE_CHECKING:
     from attnops.typing import DType

@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec
 from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
-from attnops_caches.integers import check_layer, integers_by_row
-from attnops_caches.layout import check_size
+from attnops_caches.integers import check_layer, check_size, integers_by_row
 from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows
 from attnops_caches.store import NewTokens, Pending, Pieces, Store

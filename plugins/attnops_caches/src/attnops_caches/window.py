@@ -14,10 +14,11 @@ from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
 from attnops_caches.base import Planned
 from attnops_caches.dense import RowCache
-from attnops_caches.layout import TokenOptions, check_size
+from attnops_caches.integers import check_size
+from attnops_caches.layout import TokenOptions
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
-from attnops_caches.rows import Rows, check_rows
+from attnops_caches.rows import Rows
 from attnops_caches.store import Pieces, create_store
 from attnops_caches.stored import create_rows
 
@@ -80,28 +81,25 @@ class WindowCache(RowCache):
         rows = create_rows(batch, starts, tokens.get("layers"))
         return cls(store=store, **rows, written=jnp.zeros_like(rows["lengths"]), window=window, max_append=max_append)
 
-    def _new(
-        self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rows | None]:
-        shape: tuple[int, ...] = getattr(key, "shape", ())
-        most = _longest_run(shape[1] if len(shape) == 4 else 0, rows)
-        if self.max_append < most:
-            raise ValueError(
-                f"{most} tokens are appended at once, but the cache was created with max_append={self.max_append}: "
-                f"more would overwrite tokens that a query still sees; append in chunks, or create it with more"
-            )
-        return super()._new(key, value, lengths, rows)
-
     def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
         return self.lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]
 
+    def check_append(self, T: int, rows: Rows | None) -> None:
+        why = "more would overwrite tokens that a query still sees; append in chunks"
+        self._check_run("tokens are appended", why, T, rows)
+
     def check_queries(self, T: int, rows: Rows | None) -> None:
-        most = _longest_run(T, rows)
+        why = "it no longer has all tokens that the first of them sees; call it with the queries of one append"
+        self._check_run("queries of a row are given", why, T, rows)
+
+    def _check_run(self, what: str, why: str, T: int, rows: Rows | None) -> None:
+        most = T if rows is None else 0
+        if rows is not None and not isinstance(rows.starts, jax.Array):  # as far as it is known when tracing
+            most = int(np.diff(np.asarray(rows.starts).astype(np.int64)).max(initial=0))
         if self.max_append < most:
             raise ValueError(
-                f"{most} queries of a row are given at once, but the cache was created with "
-                f"max_append={self.max_append}: it no longer has all tokens that the first of them sees; call it with "
-                f"the queries of one append, or create it with more"
+                f"{most} {what} at once, but the cache was created with max_append={self.max_append}: {why}, or "
+                f"create it with more"
             )
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
@@ -140,12 +138,3 @@ class WindowCache(RowCache):
         last = self.written - 1
         newest = last % self.length
         return self._slots(last - newest, newest)
-
-
-def _longest_run(T: int, rows: Rows | None) -> int:
-    """The most tokens of a row, as far as they are known when tracing."""
-    if rows is None:
-        return T
-    starts = check_rows(rows).starts
-    known = not isinstance(starts, jax.Array) and np.ndim(starts) == 1
-    return int(np.diff(np.asarray(starts).astype(np.int64)).max(initial=0)) if known else 0

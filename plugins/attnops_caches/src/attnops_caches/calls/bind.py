@@ -75,8 +75,8 @@ def bind_cached(
     _check_query(query, cache, rows)
     if rows is not None and query_lengths is not None:
         raise ValueError("rows and query_lengths are both given: packed rows have their lengths in rows.starts")
-    cache.check_queries(query.shape[1], rows)
     scores = _scores(query, cache, query_lengths, rows, lengths)
+    cache.check_queries(query.shape[1], rows)
     mask, bias = options.get("mask"), options.get("bias")
     if mask is not None and not isinstance(mask, Mask):
         mask = bind_mask(mask, scores.shape)

@@ -66,11 +66,20 @@ class CacheRequest(SourceRequest):
         return operation.own_reasons(forward, over_arrays)
 
     def use(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> CacheUse:
-        reasons = tuple(in_place_reasons(operation, forward, request))
-        steps = tuple(step_reasons(operation, forward, request))
-        features, size = request.head_dim + request.value_head_dim, jnp.dtype(request.dtypes[1]).itemsize
-        bytes_read = request.batch * request.key_length * request.kv_heads * features * size
-        return CacheUse(forward, reasons, bytes_read if reasons else 0, steps)
+        if not (reasons := in_place_reasons(operation, forward, request)):
+            reads, bytes_read = f"reads the cache in place (forward_{forward})", 0
+        else:
+            features, size = request.head_dim + request.value_head_dim, jnp.dtype(request.dtypes[1]).itemsize
+            bytes_read = request.batch * request.key_length * request.kv_heads * features * size
+            why = "; ".join(map(str, reasons))
+            reads = f"reads the cache into arrays by cache.read(), {printed_bytes(bytes_read)} a call: {why}"
+        steps = (
+            "op.step writes the tokens in the kernel; before it where a mesh shards the context, or shards kv heads "
+            "otherwise than the query's"
+        )
+        if reasons := step_reasons(operation, forward, request):
+            steps = "op.step appends the tokens first: " + "; ".join(map(str, reasons))
+        return CacheUse(reads, steps, bytes_read)
 
 
 def slots_of_row(request: AttentionRequest) -> int:
@@ -82,9 +91,7 @@ def slots_of_row(request: AttentionRequest) -> int:
 
 def printed_bytes(size: int) -> str:
     """A number of bytes for people, such as ``"33.6 MB"``."""
-    if is_symbolic(size):
-        return f"{size} bytes"
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+    for unit, factor in () if is_symbolic(size) else (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size} bytes"
@@ -95,30 +102,10 @@ class CacheUse(SourceUse):
     """How a forward uses a cache, for `attnops.explain`.
 
     Attributes:
-        forward: its name.
-        read_reasons: why it does not read the cache in place; empty where it does.
+        reads, steps: see `attnops.dispatch.source.SourceUse`.
         bytes_read: the bytes of the arrays that each call makes by ``cache.read()``; 0 where it reads in place.
-        step_reasons: why `attnops.OperationImpl.step` appends the tokens before it attends; empty where one kernel
-            appends and attends (off-mesh only).
     """
 
-    forward: str
-    read_reasons: tuple[Reason, ...]
-    bytes_read: int
-    step_reasons: tuple[Reason, ...]
-
-    @property
-    def reads(self) -> str:
-        if not self.read_reasons:
-            return f"reads the cache in place (forward_{self.forward})"
-        why = "; ".join(str(reason) for reason in self.read_reasons)
-        return f"reads the cache into arrays by cache.read(), {printed_bytes(self.bytes_read)} a call: {why}"
-
-    @property
-    def steps(self) -> str:
-        if not self.step_reasons:
-            return (
-                "op.step writes the tokens in the kernel; before it where a mesh shards the context, or shards kv "
-                "heads otherwise than the query's"
-            )
-        return "op.step appends the tokens first: " + "; ".join(str(reason) for reason in self.step_reasons)
+    reads: str = ""
+    steps: str = ""
+    bytes_read: int = 0

@@ -16,8 +16,8 @@ from attnops.dispatch.source import Source
 from attnops.exported import serialised_tuple
 from attnops.masks.base import Mask
 from attnops_caches.calls.bind import bind_cached
+from attnops_caches.calls.on_mesh import run_over_cache
 from attnops_caches.calls.request import CacheRequest
-from attnops_caches.calls.run import run_over_cache
 from attnops_caches.calls.step import step
 from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots

@@ -86,20 +86,16 @@ class Placement:
         last: dict[str, tuple[MeshAxes, ...]] = dict.fromkeys(
             ("key", "value"), (self.batch, self.kv_heads, self.slots, None)
         )
-        if not cache.is_stored:
-            result: CacheType = jax.tree.map(lambda x: PartitionSpec(), cache)
-            return result
-        held: Any = cache
-        by_scale = {"tensor": (), "head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
-        scale = () if held.codec is None else by_scale[held.codec.scales]
+        by_scale = {"head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
+        scale = by_scale.get(cache.describe().scales, ())
         last |= {"key_scale": scale, "value_scale": scale, "layer": (), "first_slot": (), "table": (self.batch, None)}
         last["copied"] = (self.batch,)
 
         def spec(path: tuple[Any, ...], x: Leaf) -> PartitionSpec:
-            entries = last.get(getattr(path[-1], "name", ""), (self.batch,))
+            entries = last.get(getattr(path[-1], "name", ""), (self.batch,))[: len(x.shape)]
             return PartitionSpec(*(None,) * (len(x.shape) - len(entries)), *entries)
 
-        result = jax.tree_util.tree_map_with_path(spec, cache)
+        result: CacheType = jax.tree_util.tree_map_with_path(spec, cache)
         return result
 
     def specs_of_new(self, cache: Any, is_packed: bool) -> NewTokens:
@@ -124,12 +120,8 @@ class Placement:
 
         If the context is sharded, it is a `DenseCache` with ``first_slot``.
         """
-        if not cache.is_stored:
-            return dataclasses.replace(cache, placement=None)
-        held: Any = cache
         first: Any = {} if self.slots is None else {"first_slot": lax.axis_index(self.slots) * cache.length}
-        shard: CacheType = dataclasses.replace(held, placement=None, **first)
-        return shard
+        return dataclasses.replace(cache, placement=None, **first)
 
 
 def _not_on_a_mesh(placement: Placement | None) -> None:
@@ -187,11 +179,11 @@ def _compiled(program: Program, shardings: tuple[NamedSharding, ...]) -> Callabl
     return jax.jit(lambda data: program.run(data, bind), out_shardings=list(shardings))
 
 
-def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_page: bool = True) -> Placement:
+def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, is_made: bool = True) -> Placement:
     """The placement that rules give a cache, which may have shapes in place of arrays.
 
-    Axes that an enclosing `jax.shard_map` uses are left out. If ``by_page``, the mesh may shard a `PagedCache` by rows,
-    each of which then has pages of its shard only.
+    Axes that an enclosing `jax.shard_map` uses are left out. A cache that is not made for it, ``is_made``, has pages of
+    any row in any place, and masks are bound to all slots of a row: then neither pages nor slots are sharded.
     """
     if not cache.is_stored:
         return Placement(mesh, None, None, None)
@@ -205,9 +197,9 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, by_
 
     return Placement(
         mesh=mesh,
-        batch=_dividing(spec[0], rows, mesh) if by_page or not paged else None,
+        batch=_dividing(spec[0], rows, mesh) if is_made or not paged else None,
         kv_heads=_dividing(spec[1], cache.kv_heads, mesh),
-        slots=_dividing(spec[2], cache.length, mesh) if dense else None,
+        slots=_dividing(spec[2], cache.length, mesh) if dense and is_made else None,
     )
 
 

@@ -1,7 +1,7 @@
 """A call over a cache as a `Call`: its arguments checked, its mask and bias bound to the cache's slots.
 
 `attnops_caches.scores` converts masks and biases from positions to slots, and adds the mask of what the cache holds.
-So any implementation computes the same from the arrays of ``cache.read()``, see `arrays_of`.
+So any implementation computes the same from the arrays of ``cache.read()``, see `attnops_caches.calls.run`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from attnops.dispatch.binding import (
 )
 from attnops.dispatch.call import Call
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.request import AttentionRequest, dtype_name
+from attnops.dispatch.request import dtype_name
 from attnops.kernels.nograd import without_gradient
 from attnops.masks.base import Mask
 from attnops.sharding.modes import MODE_DECODE, MODE_PREFILL, MODE_TRAIN, canonicalize_mode
 from attnops.sharding.placing import whole
 from attnops_caches.calls.on_mesh import find_cache_boundary
-from attnops_caches.calls.reader import cache_of
-from attnops_caches.masks.packed import PackedByRow, by_query
-from attnops_caches.masks.slots import by_arrays
+from attnops_caches.masks.packed import PackedByRow
 from attnops_caches.rows import check_rows
-from attnops_caches.scores import ScorePositions, SlotBias, slot_bias, slot_mask
+from attnops_caches.scores import ScorePositions, slot_bias, slot_mask
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -101,42 +99,6 @@ def bind_cached(
     request = request.replace(source=source, **kind)
     boundary = find_cache_boundary(metadata.mesh, metadata.axis_rules, request, query, cache)
     return Call(request, (query, cache), given, boundary)
-
-
-def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
-    """Query, key and value, and the options, of the same call on the arrays of ``cache.read()``; layout "BTHD"."""
-    query, cache = call.args
-    keys, values, _, _ = cache.read()
-    request = attention_request(call)
-    _check_read(request, cache, keys, values)
-    if cache_of(request).is_packed:
-        keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
-    options = dict(call.options)
-    if "mask" in options:
-        shape = request.batch, request.heads, request.query_length, request.key_length
-        options["mask"] = by_arrays(by_query(options["mask"], shape))
-    bias = options.get("bias")
-    if isinstance(bias, SlotBias):
-        array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
-        options["bias"] = bias.score_fn() if array is None else array
-    return (query, keys, values), options | {"mode": request.mode}
-
-
-def attention_request(call: Call) -> AttentionRequest:
-    """The request of a call over a cache."""
-    assert isinstance(call.request, AttentionRequest)
-    return call.request
-
-
-def _check_read(request: AttentionRequest, cache: Cache, keys: jax.Array, values: jax.Array) -> None:
-    """Raise a `ValueError` where ``read()`` does not give what the cache says that it holds."""
-    for name, x, d in (("keys", keys, request.head_dim), ("values", values, request.value_head_dim)):
-        wanted = cache.batch, cache.length, request.kv_heads, d
-        if tuple(x.shape) != wanted:
-            raise ValueError(
-                f"{type(cache).__name__}.read() returned {name} of shape {tuple(x.shape)}, but its batch, length, "
-                f"kv_heads and head dims are {wanted}: they must be equal"
-            )
 
 
 def _mode(metadata: OperationMetadata, mode: str | None, query_length: int) -> str:

@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from attnops.dispatch.binding import shapes_of
+from attnops.dispatch.call import Call
+from attnops.dispatch.result import check_output
 from attnops.errors import Reason, UnsupportedError
 from attnops.masks.at import At
 from attnops.masks.base import Mask
@@ -37,16 +40,17 @@ from attnops.sharding.placing import explicit_names, mapped_names, mesh_of_types
 from attnops.sharding.rules import AxisRules
 from attnops.sharding.specs import MeshLike
 from attnops.softmax import PartialSoftmax, exp_sum, log_sum, merge, with_sinks
-from attnops_caches.calls.reader import cache_of
+from attnops_caches.calls.reader import attention_request, cache_of
+from attnops_caches.calls.run import partial_on_device, run_on_device
 from attnops_caches.masks.packed import PackedByRow
 from attnops_caches.placement import Placement, check_packed, placement_of
 from attnops_caches.scores import masks_in
 
 if TYPE_CHECKING:
+    from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.request import AttentionRequest
     from attnops.typing import Leaf, Options
-    from attnops_caches.base import Cache, CacheType
-    from attnops_caches.calls.run import CallOfShard
+    from attnops_caches.base import Cache
     from attnops_caches.store import NewTokens
 
 # Up to so many queries, partial softmaxes are all-gathered: one exchange, of more bytes than the two reductions.
@@ -90,11 +94,9 @@ def find_cache_boundary(
         return None
     free = frozenset(chosen.shape) - mapped_names(arrays) - manual_axes()
     unsharded = Placement(chosen, None, None, None)
+    placement = cache.active_placement or unsharded
     if given is None:
-        # Masks were bound to all slots of a row, so that each device has all of them.
-        placement = dataclasses.replace(placement_of(cache, chosen, rules, by_page=False), slots=None)
-    else:
-        placement = cache.active_placement or unsharded
+        placement = placement_of(cache, chosen, rules, is_made=False)
     dividing = functools.partial(dividing_axes, chosen, free)
     axes_of = functools.partial(rule_axes, rules, request.mode)
     heads = placement.kv_heads
@@ -118,68 +120,71 @@ def find_cache_boundary(
     )
 
 
-def run_cached(
-    boundary: Boundary,
-    of_shard: CallOfShard,
-    query: jax.Array,
-    cache: CacheType,
-    options: Options,
-    new: NewTokens | None = None,
-) -> tuple[OperationOutput, CacheType]:
-    """Attention over a cache, each device computing its shard; and the cache with new tokens written, if any.
-
-    The query is [B, T, H, D], for packed rows [1, N, H, D]; the options are bound to slots, see
-    `attnops_caches.calls.bind`.
+def run_over_cache(
+    operation: OperationImpl, forward: str, call: Call, new: NewTokens | None = None
+) -> tuple[OperationOutput, Cache]:
+    """Attention over a cache, and the cache with the new tokens of a step, if any, which the same kernel writes; under
+    a mesh each device computes its shard.
 
     Raises:
         UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
     """
+    boundary, request, (query, cache), options = call.boundary, attention_request(call), call.args, call.options
+    if boundary is None:
+        return run_on_device(operation, forward, call, new)
     assert isinstance(boundary, CacheBoundary)
-    placement, is_packed = boundary.placement, cache_of(of_shard.request).is_packed
-    if is_packed:
+    placement, source = boundary.placement, cache_of(request)
+    if source.is_packed:
         check_packed(placement)
     # The mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
-    keys = placement.batch if is_packed else placement.slots
+    keys = placement.batch if source.is_packed else placement.slots
     if keys is not None:
         _check_partial(keys, options)
-    by_query, by_head = (
-        PartitionSpec(boundary.batch, None, boundary.heads),
-        PartitionSpec(boundary.batch, boundary.heads),
-    )
-    of_new = None if new is None else placement.specs_of_new(cache, is_packed)
-    of_cache: Any = placement.specs(cache)
+    by_query = PartitionSpec(boundary.batch, None, boundary.heads)
+    by_head = PartitionSpec(boundary.batch, boundary.heads)
+    of_new = None if new is None else placement.specs_of_new(cache, source.is_packed)
+    of_cache = placement.specs(cache)
     fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
     wanted, written = wanted_fields(options), () if new is None else tuple(new.tokens)
     group = query.shape[2] // cache.kv_heads
 
     def compute(shard: Shard, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Leaf, ...]:
-        query, cache, new = args
-        local: Any = placement.local(cache)
+        query, whole, new = args
+        cache: Any = placement.local(whole)
         if boundary.kv_heads != boundary.heads:
-            local = _with_heads(local, shard, group)
+            cache = _with_heads(cache, shard, group)
+        sinks = None if keys is None else options.pop("sinks", None)
+        if keys is not None:
+            options.pop("return_lse", None)
+        local = request.replace(
+            source=dataclasses.replace(source, rows=cache.batch),
+            batch=query.shape[0], heads=query.shape[2], kv_heads=cache.kv_heads,
+            key_length=cache.length * (cache.batch if source.is_packed else 1),
+            mask_structure=request.mask_structure, options=request.options & frozenset(options),
+        )  # fmt: skip
+        call = Call(local, (query, cache), options)
         if keys is None:
-            output, local = of_shard.run(query, local, options, new)
-            return *fields_of(output, wanted), *(getattr(local.store, name) for name in written)
-        sinks = options.pop("sinks", None)
-        options.pop("return_lse", None)
-        part = joined(of_shard.partial(query, local, options), keys)
+            output, cache = run_on_device(operation, forward, call, new)
+            check_output(type(operation).__name__, shapes_of(call), options, output)
+            return *fields_of(output, wanted), *(getattr(cache.store, name) for name in written)
+        part = joined(partial_on_device(operation, forward, call), keys)
         if sinks is not None:
             part = with_sinks(part, sinks)
         return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), wanted)
 
+    key = operation.program_key(forward)
     # Nothing is differentiated, and kernels may have carries that don't vary as the check wants.
     results = run_on_shards(
         boundary, compute, (query, cache, new), (by_query, of_cache, of_new), options,
-        (*(fields[name] for name in wanted), *(getattr(of_cache.store, name) for name in written)), of_shard.key,
-        (placement, wanted, written), kv_heads=cache.kv_heads, option_axes=of_shard.operation.option_axes,
-        check_vma=False, keys=keys,
+        (*(fields[name] for name in wanted), *(getattr(of_cache.store, name) for name in written)),
+        None if key is None else (key, forward, request), (placement, wanted, written),
+        kv_heads=cache.kv_heads, option_axes=operation.option_axes, check_vma=False, keys=keys,
     )  # fmt: skip
-    output = OperationOutput(**dict(zip(wanted, results[: len(wanted)], strict=True)))
-    if new is not None:
-        held: Any = cache
-        arrays: dict[str, Any] = dict(zip(written, results[len(wanted) :], strict=True))
-        cache = dataclasses.replace(held, store=dataclasses.replace(held.store, **arrays))
-    return output, cache
+    output = boundary.typed(OperationOutput(**dict(zip(wanted, results[: len(wanted)], strict=True))))
+    if new is None:
+        return output, cache
+    arrays = dict(zip(written, results[len(wanted) :], strict=True))
+    return output, dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays))
 
 
 def may_step(boundary: Boundary, cache: Cache) -> bool:

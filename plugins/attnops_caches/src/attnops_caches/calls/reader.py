@@ -18,10 +18,11 @@ from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.forwards import keyword_options
 from attnops.dispatch.options import ScoreOptions
 from attnops.dispatch.platforms import FORWARD_CHAIN
+from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason
 
 if TYPE_CHECKING:
-    from attnops.dispatch.request import AttentionRequest
+    from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache
     from attnops_caches.calls.request import CacheRequest
@@ -138,6 +139,12 @@ def cache_of(request: AttentionRequest) -> CacheRequest:
     """The description of the cache of a request over one."""
     source: Any = request.source
     return source  # type: ignore[no-any-return]
+
+
+def attention_request(call: Call) -> AttentionRequest:
+    """The request of a call over a cache."""
+    assert isinstance(call.request, AttentionRequest)
+    return call.request
 
 
 def reader_of(operation: OperationImpl, forward: str) -> CacheReader | None:

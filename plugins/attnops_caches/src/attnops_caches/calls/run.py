@@ -1,10 +1,8 @@
-"""The run of a call over a cache: on one device, or on each device's shard of the cache."""
+"""The run of a call over a cache on one device: in place, or on the arrays of ``cache.read()``."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +15,10 @@ from attnops.dispatch.request import AttentionRequest
 from attnops.dispatch.result import check_output
 from attnops.output import OperationOutput
 from attnops.softmax import PartialSoftmax
-from attnops_caches.calls.bind import arrays_of, attention_request
-from attnops_caches.calls.on_mesh import run_cached
-from attnops_caches.calls.reader import cache_of, in_place_reasons, reader_of
+from attnops_caches.calls.reader import attention_request, cache_of, in_place_reasons, reader_of
+from attnops_caches.masks.packed import by_query
+from attnops_caches.masks.slots import by_arrays
+from attnops_caches.scores import SlotBias
 
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
@@ -27,24 +26,10 @@ if TYPE_CHECKING:
     from attnops_caches.store import NewTokens
 
 
-def run_over_cache(
+def run_on_device(
     operation: OperationImpl, forward: str, call: Call, new: NewTokens | None = None
 ) -> tuple[OperationOutput, Cache]:
-    """Run a call over a cache, and write the new tokens of a step in the same kernel; under a mesh each device does so
-    on its shard, see `attnops_caches.calls.on_mesh`.
-    """
-    if call.boundary is None:
-        return _on_device(operation, forward, call, new)
-    of_shard = CallOfShard(operation, forward, attention_request(call))
-    query, cache = call.args
-    output, cache = run_cached(call.boundary, of_shard, query, cache, call.options, new)
-    return call.boundary.typed(output), cache
-
-
-def _on_device(
-    operation: OperationImpl, forward: str, call: Call, new: NewTokens | None
-) -> tuple[OperationOutput, Cache]:
-    """In place, or on the arrays that the cache is read into."""
+    """Attention over a cache, and the cache with the new tokens of a step, which the same kernel writes, if any."""
     query, cache = call.args
     if new is None and in_place_reasons(operation, forward, attention_request(call)):
         return _over_arrays(operation, call), cache
@@ -54,6 +39,50 @@ def _on_device(
         return reader.attend(operation, query, cache, **call.options), cache
     result: tuple[OperationOutput, Cache] = reader.step(operation, query, cache, new, **call.options)
     return result
+
+
+def partial_on_device(operation: OperationImpl, forward: str, call: Call) -> PartialSoftmax:
+    """The partial softmax over the keys that the cache has; the call is without sinks and flags."""
+    if in_place_reasons(operation, forward, attention_request(call)):
+        args, options = arrays_of(call)
+        return _in_bthd(operation).partial(*args, **options)
+    call = call._replace(options=call.options | {"return_lse": True})
+    output = check_output(
+        type(operation).__name__, shapes_of(call), call.options, run_on_device(operation, forward, call)[0]
+    )
+    assert output.logsumexp is not None
+    out = output.attention_outputs.astype(jnp.float32)
+    return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
+
+
+def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
+    """Query, key and value, and the options, of the same call on the arrays of ``cache.read()``; layout "BTHD"."""
+    query, cache = call.args
+    keys, values, _, _ = cache.read()
+    request = attention_request(call)
+    _check_read(request, cache, keys, values)
+    if cache_of(request).is_packed:
+        keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
+    options = dict(call.options)
+    if "mask" in options:
+        shape = request.batch, request.heads, request.query_length, request.key_length
+        options["mask"] = by_arrays(by_query(options["mask"], shape))
+    bias = options.get("bias")
+    if isinstance(bias, SlotBias):
+        array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
+        options["bias"] = bias.score_fn() if array is None else array
+    return (query, keys, values), options | {"mode": request.mode}
+
+
+def _check_read(request: AttentionRequest, cache: Cache, keys: jax.Array, values: jax.Array) -> None:
+    """Raise a `ValueError` where ``read()`` does not give what the cache says that it holds."""
+    for name, x, d in (("keys", keys, request.head_dim), ("values", values, request.value_head_dim)):
+        wanted = cache.batch, cache.length, request.kv_heads, d
+        if tuple(x.shape) != wanted:
+            raise ValueError(
+                f"{type(cache).__name__}.read() returned {name} of shape {tuple(x.shape)}, but its batch, length, "
+                f"kv_heads and head dims are {wanted}: they must be equal"
+            )
 
 
 def _over_arrays(operation: OperationImpl, call: Call) -> OperationOutput:
@@ -90,52 +119,6 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
         return out if finite.all() else poisoned(out)
     poisoned_out: jax.Array = lax.cond(finite.all(), lambda out: out, poisoned, out)
     return poisoned_out
-
-
-class CallOfShard(NamedTuple):
-    """A call over a cache as each device computes it from its query, its shard of the cache, and options.
-
-    ``request`` is that of the whole call.
-    """
-
-    operation: OperationImpl
-    forward: str
-    request: AttentionRequest
-
-    @property
-    def key(self) -> Hashable | None:
-        """All that it depends on besides its arguments, the key of cached programs; None: they are not cached."""
-        key = self.operation.program_key(self.forward)
-        return None if key is None else (key, self.forward, self.request)
-
-    def run(
-        self, query: jax.Array, cache: Cache, options: dict[str, Any], new: NewTokens | None = None
-    ) -> tuple[OperationOutput, Cache]:
-        """Attention over all keys of its rows, and the shard with new tokens written."""
-        call = self._call(query, cache, options)
-        output, cache = _on_device(self.operation, self.forward, call, new)
-        return check_output(type(self.operation).__name__, shapes_of(call), options, output), cache
-
-    def partial(self, query: jax.Array, cache: Cache, options: dict[str, Any]) -> PartialSoftmax:
-        """The partial softmax over the keys that it has; options without sinks and flags."""
-        call = self._call(query, cache, options)
-        if in_place_reasons(self.operation, self.forward, attention_request(call)):
-            args, given = arrays_of(call)
-            return _in_bthd(self.operation).partial(*args, **given)
-        output, _ = self.run(query, cache, options | {"return_lse": True})
-        assert output.logsumexp is not None
-        out = output.attention_outputs.astype(jnp.float32)
-        return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
-
-    def _call(self, query: jax.Array, cache: Cache, options: dict[str, Any]) -> Call:
-        source = cache_of(self.request)
-        local = self.request.replace(
-            source=dataclasses.replace(source, rows=cache.batch),
-            batch=query.shape[0], heads=query.shape[2], kv_heads=cache.kv_heads,
-            key_length=cache.length * (cache.batch if source.is_packed else 1),
-            mask_structure=self.request.mask_structure, options=self.request.options & frozenset(options),
-        )  # fmt: skip
-        return Call(local, (query, cache), options)
 
 
 def _in_bthd(operation: OperationImpl) -> OperationImpl:

@@ -19,10 +19,9 @@ from attnops.dispatch.binding import check_array, swap_heads
 from attnops.dispatch.decision import decide
 from attnops.kernels.nograd import without_gradient
 from attnops.sharding.placing import whole
-from attnops_caches.calls.bind import NO_GRADIENT, attention_request
-from attnops_caches.calls.on_mesh import may_step
-from attnops_caches.calls.reader import may_write, step_reasons
-from attnops_caches.calls.run import run_over_cache
+from attnops_caches.calls.bind import NO_GRADIENT
+from attnops_caches.calls.on_mesh import may_step, run_over_cache
+from attnops_caches.calls.reader import attention_request, may_write, step_reasons
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -105,9 +104,7 @@ def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows:
 def _may_fuse(operation: OperationImpl, cache: Cache, rows: Rows | None) -> bool:
     """Whether a kernel may write the tokens; False is certain."""
     placement = cache.placement
-    is_sharded = placement is not None and (
-        placement.slots is not None or (rows is not None and placement.batch is not None)
-    )
+    is_sharded = placement is not None and (placement.slots or (rows is not None and placement.batch))
     return cache.is_stored and not is_sharded and may_write(operation)
 
 

@@ -163,12 +163,12 @@ MUTANTS = {
         "int8 by head",
     ),
     "a latent value is the key's last features": Mutant(
-        LAYOUT + "value_of", "x[..., : self.latent]", "self.key_of(x)[..., -self.latent :]", "latent"
+        LAYOUT + "value_of", "x[..., :Dv]", "self.key_of(x)[..., -Dv:]", "latent"
     ),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
         LAYOUT + "value_of",
-        "x[..., self.width - self.value_head_dim :]",
-        "x[..., self.head_dim : self.head_dim + self.value_head_dim]",
+        "x[..., self.width - Dv :]",
+        "x[..., self.head_dim : self.head_dim + Dv]",
         "joined",
     ),
     "a vector of zeros is 0 times infinity": Mutant(

@@ -228,13 +228,7 @@ class Cache(Source):
         return key, values, None, checked
 
     def planned(self, T: int, count: jax.Array | None, rows: Rows | None) -> Planned:
-        """Where new tokens go, and what the rows are afterwards; its arguments are checked.
-
-        Args:
-            T: tokens per row, or N packed tokens.
-            count: real tokens of each row, int32 [B]; None for packed rows.
-            rows: which packed tokens belong to which row; None for a batch.
-        """
+        """Where T tokens per row go, ``count`` of each row real, int32 [B]; or T tokens of packed ``rows``."""
         every, starts = jnp.arange(self.batch, dtype=jnp.int32), None
         if rows is None:
             assert count is not None

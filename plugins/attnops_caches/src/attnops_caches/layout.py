@@ -128,11 +128,6 @@ class TokenLayout:
         """Whether each token of each head has scales of its own."""
         return self.codec is not None and self.codec.scales == "token_head"
 
-    @property
-    def latent(self) -> int | None:
-        """Dv of latent content; None where values are stored."""
-        return self.value_head_dim if self.content == "latent" else None
-
     def key_of(self, x: jax.Array) -> jax.Array:
         """The keys [..., D] of the array of keys [..., W], or of a part of it."""
         return x[..., : self.head_dim]
@@ -141,7 +136,8 @@ class TokenLayout:
         """The values [..., Dv] of the arrays of keys and of values, or of parts of them; encoded as they are."""
         if value is not None:
             return value
-        return x[..., : self.latent] if self.latent is not None else x[..., self.width - self.value_head_dim :]
+        Dv = self.value_head_dim
+        return x[..., :Dv] if self.content == "latent" else x[..., self.width - Dv :]
 
     def encoded(
         self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None

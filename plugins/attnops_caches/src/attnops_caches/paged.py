@@ -177,18 +177,8 @@ class PagedCache(StoredCache):
 
     def _copied_from(self, table: jax.Array) -> jax.Array:
         """``copied`` at the pages of a table, int32 of its shape."""
-        first = self._first_pages
-
-        def taken(copied: jax.Array, table: jax.Array) -> jax.Array:
-            page = jnp.clip(table, 0, self.pages_of_row - 1) + first
-            lead = copied.shape[:-1]
-            return jnp.take_along_axis(copied, page.reshape(*lead, -1), -1).reshape(table.shape)
-
-        placement = self.active_placement
-        if placement is None:
-            return taken(self.copied, table)
-        copied: jax.Array = placement.by_compiler(taken, placement.specs(self).table, self.copied, table)
-        return copied
+        page, copied = whole(jnp.clip(table, 0, self.pages_of_row - 1) + self._first_pages), whole(self.copied)
+        return jnp.take_along_axis(copied, page.reshape(*copied.shape[:-1], -1), -1).reshape(table.shape)
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)

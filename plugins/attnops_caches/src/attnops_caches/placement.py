@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops.errors import Reason, UnsupportedError
 from attnops.partition.boundary import dividing_axes
+from attnops.partition.program import first_index
 from attnops.programs.program import Program, bind
 from attnops.programs.tracing import CALLS, trace
 from attnops.sharding.axes import BATCH, KV_HEAD, KV_LENGTH
@@ -154,15 +155,8 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
     Raises:
         ValueError: a cache that can't be sharded; see also the ``create`` of its class.
     """
-    trees: list[Any] = []
-
-    def leaves() -> list[jax.Array]:
-        arrays, tree = jax.tree.flatten(create())
-        trees.append(tree)
-        return arrays
-
-    traced = trace(leaves, [], CALLS)
-    shape: CacheType = jax.tree.unflatten(trees[0], traced.results)
+    shape = jax.eval_shape(create)
+    traced = trace(lambda: jax.tree.leaves(create()), [], CALLS)
     if not getattr(shape, "is_stored", False):
         raise ValueError(f"create made a {type(shape).__name__}, which no mesh shards; make a DenseCache, for example")
     placement = placement_of(shape, mesh, axis_rules)
@@ -267,9 +261,8 @@ def _of_shard(
     """What an append changes of one device's shard: by row; and its store, or if it does not write the new tokens."""
     shard, lengths = placement.local(cache), cache.lengths
     if rows is not None:
-        first = 0 if placement.batch is None else lax.axis_index(placement.batch) * shard.batch
         # Rows of other devices are out of range, and their tokens are dropped as padding is.
-        rows = dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first)
+        rows = dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first_index(placement.batch, shard.batch))
     fit = count
     if placement.slots is not None:  # the tokens that fit some shard; a shard writes those that are in its slots
         fit = jnp.clip(shard.length * placement.shards(placement.slots) - lengths, 0, count)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.biases import Bias, RelativeBias, ScoreFn, ScoreProgram
+from attnops.dispatch.binding import bind_bias
 from attnops.masks.ancestors import Ancestors
 from attnops.masks.at import At
 from attnops.masks.base import Mask
@@ -132,7 +133,7 @@ def _unpadded(q_positions: jax.Array) -> jax.Array:
     return first + place
 
 
-def slot_bias(bias: jax.Array | Bias, scores: ScorePositions) -> Bias:
+def slot_bias(bias: object, scores: ScorePositions) -> Bias:
     """The bias of a call by slot, bound; see `slot_mask`."""
     bound: jax.Array | Bias
     if isinstance(bias, Bias):
@@ -146,8 +147,8 @@ def slot_bias(bias: jax.Array | Bias, scores: ScorePositions) -> Bias:
             placed = dataclasses.replace(placed, offset=0)
         bound = placed.bind(*scores.shape)
     else:
-        bound = bias
-        if bias.shape[3] > 1:
+        bound = bind_bias(bias, scores.shape)
+        if bound.shape[3] > 1:  # type: ignore[union-attr]
             _check_bounded("bias", scores.cache)
     positions = scores.slot_positions if scores.rows is None else scores.rows.without_pages()
     return SlotBias(bound, scores.q_positions, positions, scores.q_rows)

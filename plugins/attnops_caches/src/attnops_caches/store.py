@@ -148,11 +148,6 @@ class Store:
         """Some blocks of each array of `_blocks`, [..., K, n, d], as keys and values; float32 with a codec."""
         return self.layout.decoded({"key_scale": self.key_scale, "value_scale": self.value_scale} | blocks)
 
-    @property
-    def kv_heads(self) -> int:
-        """K."""
-        return self.key.shape[-3]
-
     @functools.partial(jax.jit, inline=True, static_argnames="sparse")  # else each eager call would compile its loop
     def write(self, tokens: dict[str, jax.Array], pieces: Pieces, *, sparse: bool) -> Store:
         """This store with new tokens; every other slot is unchanged.
@@ -169,16 +164,9 @@ class Store:
             is_some = pieces.size > 0
             order = jnp.argsort(~is_some, stable=True)
             pieces, count = Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32)
-        scales = {name for name in tokens if name.endswith("scale")}
-
-        def with_features(name: str, x: jax.Array) -> jax.Array:
-            return x[..., None] if name in scales else x
-
-        targets = [with_features(name, getattr(self, name)) for name in tokens]
-        written = _write(targets, [with_features(*x) for x in tokens.items()], pieces, count, self.layer)
-        changes: dict[str, Any] = {
-            name: x[..., 0] if name in scales else x for name, x in zip(tokens, written, strict=True)
-        }
+        targets = [getattr(self, name) for name in tokens]
+        written = _write(targets, list(tokens.values()), pieces, count, self.layer)
+        changes: dict[str, Any] = dict(zip(tokens, written, strict=True))
         return dataclasses.replace(self, **changes)
 
     def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
@@ -233,35 +221,33 @@ def _write(
     count: jax.Array | int,
     layer: jax.Array | None,
 ) -> list[jax.Array]:
-    """Each target with pieces of new tokens [B, K, T, d].
+    """Each target, [blocks, K, n, d] or [blocks, K, n], with pieces of new tokens, [B, K, T, d] or [B, K, T].
 
-    Args:
-        targets: [blocks, K, n, d] each, or a layer of [L, blocks, K, n, d].
-        tokens: the new tokens for each target.
-        pieces: where they go.
-        count: how many pieces are written, from the first on.
-        layer: the layer; None for targets without a layer axis.
+    Only the first ``count`` pieces are written; to one layer of targets with a layer axis in front.
     """
-    T, n = tokens[0].shape[2], targets[0].shape[-2]
+    lead = () if layer is None else (layer,)
+    T, n = tokens[0].shape[2], targets[0].shape[len(lead) + 2]
     # The window of a piece may begin before its row's first new token, and end after the last.
     window = min(T, n)
     before = 0 if T == 1 else window
-    padded = [x if T == 1 else jnp.pad(x, ((0, 0), (0, 0), (before, before), (0, 0))) for x in tokens]
+    around = (0, 0), (0, 0), (before, before), (0, 0)
+    padded = [x if T == 1 else jnp.pad(x, around[: x.ndim]) for x in tokens]
 
     def piece(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
         row, first, size, block, slot = (x[i] for x in pieces)
         zero = jnp.int32(0)
         start = jnp.clip(slot, 0, n - window)
         shift = slot - start
-        place = jnp.arange(window, dtype=jnp.int32)[:, None]
-        is_new = (place >= shift) & (place < shift + size)
         from_token = zero if T == 1 else first - shift + before
-        at = (*(() if layer is None else (layer,)), block, zero, start, zero)
         results = []
         for array, new in zip(arrays, padded, strict=True):
-            sizes = (1, array.shape[-3], window, array.shape[-1])
-            given = lax.dynamic_slice(new, (row, zero, from_token, zero), sizes)
-            old = lax.dynamic_slice(array, at, (*(1,) * (array.ndim - 4), *sizes))
+            last = new.shape[3:]
+            place = jnp.arange(window, dtype=jnp.int32).reshape(-1, *(1 for _ in last))
+            is_new = (place >= shift) & (place < shift + size)
+            sizes = (1, new.shape[1], window, *last)
+            at = (*lead, block, zero, start, zero)[: array.ndim]
+            given = lax.dynamic_slice(new, (row, zero, from_token, zero)[: new.ndim], sizes)
+            old = lax.dynamic_slice(array, at, (*(1 for _ in lead), *sizes))
             results.append(lax.dynamic_update_slice(array, jnp.where(is_new, given, old), at))
         return results
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
-from attnops_caches.integers import check_layer, check_size, integers_by_row
+from attnops_caches.integers import check_layer, integers_by_row
 from attnops_caches.placement import pending as pending_by_shard
 from attnops_caches.rows import Rows
 from attnops_caches.store import NewTokens, Pending, Pieces, Store
@@ -31,7 +31,6 @@ StoredType = TypeVar("StoredType", bound="StoredCache")
 
 def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dict[str, Any]:
     """``lengths``, ``starts`` and ``overflowed`` of an empty cache."""
-    check_size("batch", batch)
     lead = () if layers is None else (layers,)
     first = jnp.zeros((batch,), jnp.int32) if starts is None else integers_by_row("starts", starts, batch)
     if isinstance(starts, (int, list, tuple, np.ndarray)) and (np.asarray(starts) < 0).any():
@@ -65,14 +64,14 @@ class StoredCache(Cache):
             super().describe(),
             codec="" if codec is None else codec.dtype,
             scales="" if codec is None else codec.scales,
-            latent=layout.latent is not None,
+            latent=layout.content == "latent",
             width=layout.width,
             joined=layout.content == "joined",
         )
 
     @property
     def kv_heads(self) -> int:
-        return self.store.kv_heads
+        return self.store.key.shape[-3]
 
     @property
     def head_dim(self) -> int:

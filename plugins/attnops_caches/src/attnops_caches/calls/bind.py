@@ -13,15 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.biases import Bias
-from attnops.dispatch.binding import (
-    Dimensions,
-    bind_bias,
-    bind_mask,
-    bind_options,
-    check_array,
-    mask_primitives,
-    swap_heads,
-)
+from attnops.dispatch.binding import Dimensions, bind_mask, bind_options, check_array, mask_primitives, swap_heads
 from attnops.dispatch.call import Call
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.request import dtype_name
@@ -80,8 +72,7 @@ def bind_cached(
         mask = bind_mask(mask, scores.shape)
     options = options | {"mask": slot_mask(mask, scores)}
     if bias is not None:
-        bound = bias if isinstance(bias, Bias) else bind_bias(bias, scores.shape)
-        options["bias"] = slot_bias(bound, scores)
+        options["bias"] = slot_bias(bias, scores)
     if metadata.runtime_dtype is not None:
         query = query.astype(metadata.runtime_dtype)
     _, H, _, _ = scores.shape
@@ -94,7 +85,7 @@ def bind_cached(
         inner = options["mask"].mask if isinstance(options["mask"], PackedByRow) else options["mask"]
         described = {"mask_kinds": inner.kinds(), "mask_primitives": mask_primitives(inner)}
     source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed, rows=cache.batch, **described)
-    kind = {} if bias is None else {"bias_kind": bound.kind() if isinstance(bound, Bias) else "array"}
+    kind = {} if bias is None else {"bias_kind": bias.kind() if isinstance(bias, Bias) else "array"}
     query, cache, given = without_gradient((query, cache, given), NO_GRADIENT)
     request = request.replace(source=source, **kind)
     boundary = find_cache_boundary(metadata.mesh, metadata.axis_rules, request, query, cache)

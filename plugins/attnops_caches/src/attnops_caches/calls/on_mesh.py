@@ -187,10 +187,12 @@ def run_over_cache(
     return output, dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays))
 
 
-def may_step(boundary: Boundary, cache: Cache) -> bool:
+def may_step(boundary: Boundary | None, cache: Cache) -> bool:
     """Whether each device may write the tokens of a step to its shard of a cache: the call must be sharded as the cache
     is, and the context of a row must be on one device.
     """
+    if boundary is None:
+        return cache.placement is None
     assert isinstance(boundary, CacheBoundary)
     free = cache.active_placement
     return free is not None and free == boundary.placement and free.slots is None and free.kv_heads == boundary.heads
@@ -237,7 +239,7 @@ def _numbering_keys(mask: Mask) -> Mask | None:
 def _with_heads(cache: Any, shard: Shard, group: int) -> Any:
     """A cache with the kv heads that this device's query heads use; a copy, unless those are all."""
     store = cache.store
-    if store.kv_heads == 1:
+    if cache.kv_heads == 1:
         return cache
 
     def chosen(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Unpack
 
 import jax
 
@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from attnops_caches.base import Cache
     from attnops_caches.calls.request import CacheRequest
     from attnops_caches.store import NewTokens
-    from attnops_caches.stored import StoredCache
-
-StoredType = TypeVar("StoredType", bound="StoredCache")
+    from attnops_caches.stored import StoredType
 
 
 class CacheOptions(ScoreOptions, total=False):

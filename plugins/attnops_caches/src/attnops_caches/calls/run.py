@@ -11,7 +11,6 @@ from jax import lax
 from attnops.dispatch import border
 from attnops.dispatch.binding import shapes_of
 from attnops.dispatch.call import Call
-from attnops.dispatch.request import AttentionRequest
 from attnops.dispatch.result import check_output
 from attnops.output import OperationOutput
 from attnops.softmax import PartialSoftmax
@@ -60,7 +59,13 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
     query, cache = call.args
     keys, values, _, _ = cache.read()
     request = attention_request(call)
-    _check_read(request, cache, keys, values)
+    for name, x, d in (("keys", keys, request.head_dim), ("values", values, request.value_head_dim)):
+        wanted = cache.batch, cache.length, request.kv_heads, d
+        if tuple(x.shape) != wanted:
+            raise ValueError(
+                f"{type(cache).__name__}.read() returned {name} of shape {tuple(x.shape)}, but its batch, length, "
+                f"kv_heads and head dims are {wanted}: they must be equal"
+            )
     if cache_of(request).is_packed:
         keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
     options = dict(call.options)
@@ -72,17 +77,6 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
         array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
         options["bias"] = bias.score_fn() if array is None else array
     return (query, keys, values), options | {"mode": request.mode}
-
-
-def _check_read(request: AttentionRequest, cache: Cache, keys: jax.Array, values: jax.Array) -> None:
-    """Raise a `ValueError` where ``read()`` does not give what the cache says that it holds."""
-    for name, x, d in (("keys", keys, request.head_dim), ("values", values, request.value_head_dim)):
-        wanted = cache.batch, cache.length, request.kv_heads, d
-        if tuple(x.shape) != wanted:
-            raise ValueError(
-                f"{type(cache).__name__}.read() returned {name} of shape {tuple(x.shape)}, but its batch, length, "
-                f"kv_heads and head dims are {wanted}: they must be equal"
-            )
 
 
 def _over_arrays(operation: OperationImpl, call: Call) -> OperationOutput:
@@ -98,14 +92,10 @@ def _over_arrays(operation: OperationImpl, call: Call) -> OperationOutput:
 
 
 def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
-    """The output of packed rows, NaN where a query sees a value that is not finite.
+    """The output of packed rows [1, N, H, Dv], NaN where a query sees a value that is not finite.
 
-    The keys of all rows are in one softmax, in which 0 · NaN would reach the queries of other rows.
-
-    Args:
-        call: a call of packed rows.
-        out: [1, N, H, Dv], computed with 0 in place of values that are not finite.
-        finite: whether values are finite, bool [1, B · S, K, Dv].
+    The keys of all rows are in one softmax, in which 0 · NaN would reach the queries of other rows: ``out`` is computed
+    with 0 in place of values that are not ``finite``, bool [1, B · S, K, Dv].
     """
     _, N, H, _ = out.shape
     _, S, K, _ = finite.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,9 @@ if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
-    from attnops_caches.base import Cache
+    from attnops_caches.base import Cache, CacheType
     from attnops_caches.rows import Rows
     from attnops_caches.store import NewTokens
-
-CacheType = TypeVar("CacheType", bound="Cache")
 
 
 def step(
@@ -112,10 +110,7 @@ def _fused(operation: OperationImpl, call: Call, new: NewTokens, cache: Cache) -
     """A step whose kernel writes the new tokens; None where there is no such kernel. ``cache`` is that before them."""
     operation = operation.chosen(call)
     forward = decide(operation, request := attention_request(call))
-    if step_reasons(operation, forward, request):
-        return None
-    boundary = call.boundary
-    if (boundary is not None or cache.placement is not None) and not (boundary and may_step(boundary, cache)):
+    if step_reasons(operation, forward, request) or not may_step(call.boundary, cache):
         return None
     output, written = run_over_cache(operation, forward, call, without_gradient((new,), NO_GRADIENT)[0])
     return operation.finish(call, output), written

@@ -131,8 +131,7 @@ class OfRows(Mask):
         return self.mask.allowed(jnp.asarray(self.rows)[b], h, take(self.queries, b, q), kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        keys = {field.name: getattr(grid, field.name) for field in dataclasses.fields(grid)}
-        return self._taken(self.mask).coverage_bounds(_RowsGrid(**keys, rows=self.rows))
+        return self._taken(self.mask).coverage_bounds(_RowsGrid(**vars(grid), rows=self.rows))  # type: ignore[no-any-return]
 
     def _taken(self, mask: Mask) -> Any:
         """A mask whose arrays are by tile, except those by key, which stay by row."""

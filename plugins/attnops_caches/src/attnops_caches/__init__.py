@@ -9,6 +9,7 @@ cache is on a mesh; a process that loads one imports this module first.
 
 import attnops.output  # noqa: F401  # what a step returns, for programs of `jax.export`
 import attnops_caches.flash.attention  # noqa: F401  # the core's native `flash` reads caches in place
+from attnops.operations.flash.forward import KeyValue
 from attnops_caches._version import __version__
 from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.reader import CacheLimits, CacheOptions, CacheReader, cache_of, in_place_reasons, step_reasons
@@ -23,7 +24,7 @@ from attnops_caches.rows import Rows
 from attnops_caches.sizes import bytes_per_page, pages_that_fit
 from attnops_caches.store import NewTokens, Pending, Pieces
 from attnops_caches.stored import StoredCache
-from attnops_caches.tiles import KeyValue, TileAt, TileLoader
+from attnops_caches.tiles import TileAt, TileLoader
 from attnops_caches.window import WindowCache
 
 __all__ = [

@@ -53,6 +53,7 @@ class RowCache(StoredCache):
         if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < self.batch:
             raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {self.batch - 1}")
         given, axis = int32(array), self.lengths.ndim - 1
+        kept = self.placement and self.placement.for_rows(given.shape[0])
 
         def taken(cache: Self, given: jax.Array) -> Self:
             exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
@@ -60,18 +61,14 @@ class RowCache(StoredCache):
             fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
             fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
             fields["overflowed"] |= ~exists
-            return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **blocks), **fields)  # type: ignore[arg-type]
+            store = dataclasses.replace(cache.store, **blocks)  # type: ignore[arg-type]
+            return dataclasses.replace(cache, store=store, placement=kept, **fields)  # type: ignore[arg-type]
 
         placement = self.active_placement
-        if self.placement is None or placement is None:
+        if placement is None:
             return taken(self, given)
-        changed = {"placement": self.placement.for_rows(given.shape[0])}
-        specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(self, **changed))  # type: ignore[arg-type]
-
-        def moved(cache: Self, given: jax.Array) -> Self:
-            return dataclasses.replace(taken(cache, given), **changed)  # type: ignore[arg-type]
-
-        result: Self = placement.by_compiler(moved, specs, self, given)
+        specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(self, placement=kept))
+        result: Self = placement.by_compiler(taken, specs, self, given)
         return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]
 
 

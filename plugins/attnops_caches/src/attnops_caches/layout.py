@@ -191,9 +191,7 @@ class TokenLayout:
 def layout_of(tokens: TokenOptions, joins: bool = False) -> tuple[TokenLayout, int, tuple[int, ...]]:
     """The layout, K, and (L,), or () without a layer axis, of a cache that is created with these options.
 
-    Raises:
-        TypeError: an option that there is not, or one that is missing.
-        ValueError: see `TokenLayout.create`.
+    Raises a `TypeError` for an option that there is not, and for one that is missing; see also `TokenLayout.create`.
     """
     known = sorted(TokenOptions.__annotations__)
     for name in tokens:

@@ -67,15 +67,13 @@ class Placement:
             )  # fmt: skip
             raise UnsupportedError(f"the cache can't be used in this jax.shard_map:\n  - {reason}", [reason])
         entries = self.batch, self.kv_heads, self.slots
-        kept = (entry_of(name for name in names_of(entry) if name not in manual) for entry in entries)
-        free = Placement(self.mesh, *kept)
-        return None if (free.batch, free.kv_heads, free.slots) == (None, None, None) else free
+        kept = [entry_of(name for name in names_of(entry) if name not in manual) for entry in entries]
+        return Placement(self.mesh, *kept) if any(kept) else None
 
     def for_rows(self, rows: int) -> Placement:
         """This placement for another number of rows: without the axes that do not divide it."""
-        names, manual = names_of(self.batch), manual_axes()
-        kept = names_of(_dividing(self.batch, rows, self.mesh))
-        return dataclasses.replace(self, batch=entry_of(name for name in names if name in manual or name in kept))
+        kept = {*names_of(_dividing(self.batch, rows, self.mesh)), *manual_axes()}
+        return dataclasses.replace(self, batch=entry_of(name for name in names_of(self.batch) if name in kept))
 
     def shards(self, entry: MeshAxes) -> int:
         """How many shards some of its mesh axes make."""
@@ -83,14 +81,11 @@ class Placement:
 
     def specs(self, cache: CacheType) -> CacheType:
         """The partition spec of every array of a cache, a pytree of its structure."""
-        # By the last dimensions: there may be a layer axis in front.
-        last: dict[str, tuple[MeshAxes, ...]] = dict.fromkeys(
-            ("key", "value"), (self.batch, self.kv_heads, self.slots, None)
-        )
-        by_scale = {"head": (self.kv_heads,), "token_head": (self.batch, self.kv_heads, self.slots)}
-        scale = by_scale.get(cache.describe().scales, ())
-        last |= {"key_scale": scale, "value_scale": scale, "layer": (), "first_slot": (), "table": (self.batch, None)}
-        last["copied"] = (self.batch,)
+        by_token = self.batch, self.kv_heads, self.slots
+        scale = {"head": (self.kv_heads,), "token_head": by_token}.get(cache.describe().scales, ())
+        # By the last dimensions: there may be a layer axis in front. What has no entry is by row, or by page.
+        last: dict[str, tuple[MeshAxes, ...]] = {"layer": (), "first_slot": (), "table": (self.batch, None)}
+        last |= dict.fromkeys(("key", "value"), (*by_token, None)) | dict.fromkeys(("key_scale", "value_scale"), scale)
 
         def spec(path: tuple[Any, ...], x: Leaf) -> PartitionSpec:
             entries = last.get(getattr(path[-1], "name", ""), (self.batch,))[: len(x.shape)]
@@ -249,9 +244,8 @@ def _on_placed_shards(placement: Placement, writes: bool, *call: Any) -> Any:
 
 def _specs(placement: Placement, call: tuple[Any, ...]) -> Any:
     """The specs of cache, key, value, count and rows."""
-    cache, _, _, _, rows = call
-    by_token = PartitionSpec(placement.batch if rows is None else None, None, placement.kv_heads)
-    specs = placement.specs(cache), by_token, by_token, PartitionSpec(placement.batch), PartitionSpec()
+    by_token = PartitionSpec(placement.batch if call[-1] is None else None, None, placement.kv_heads)
+    specs = placement.specs(call[0]), by_token, by_token, PartitionSpec(placement.batch), PartitionSpec()
     return jax.tree.broadcast(specs, call)
 
 

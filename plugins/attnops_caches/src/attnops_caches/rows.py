@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,13 @@ class Rows:
                     f"Rows' starts={bounds.tolist()} must not decrease, from 0 at least to the {N} queries at most"
                 )
             if isinstance(slots, np.ndarray):
-                _check_slots(slots.astype(np.int64)[np.diff(bounds) > 0], batch)
+                used = slots.astype(np.int64)[np.diff(bounds) > 0].tolist()
+                if len(set(used)) != len(used):
+                    raise ValueError(
+                        f"Rows' slots={used} overlap: each row of the cache may have one run of queries; join its runs"
+                    )
+                if used and (min(used) < 0 or max(used) >= batch):
+                    raise ValueError(f"Rows' slots={used} must be rows of the cache, 0 to {batch - 1}")
         return Rows(int32(starts), int32(slots))
 
     def counts(self, N: int, batch: int) -> jax.Array:
@@ -113,12 +119,3 @@ def check_rows(rows: object) -> Rows:
     if not isinstance(rows, Rows):
         raise ValueError(f"rows is a {type(rows).__name__}, but must be an attnops_caches.Rows(starts, slots)")
     return rows
-
-
-def _check_slots(slots: Any, batch: int) -> None:
-    if len(set(slots.tolist())) != len(slots):
-        raise ValueError(
-            f"Rows' slots={slots.tolist()} overlap: each row of the cache may have one run of queries; join its runs"
-        )
-    if slots.size and (slots.min() < 0 or slots.max() >= batch):
-        raise ValueError(f"Rows' slots={slots.tolist()} must be rows of the cache, 0 to {batch - 1}")

@@ -118,7 +118,7 @@ def _by_slot(scores: ScorePositions, mask: Mask) -> Mask:
     """A caller's mask of a batch, by slot: evaluated at the slots' positions, or its arrays by key taken to slots."""
     q_positions = _unpadded(scores.q_positions) if isinstance(mask, Ancestors) else scores.q_positions
     if scores.rows is not None and not isinstance(mask, Ancestors) and type(mask).__module__.startswith("attnops."):
-        place: Any = jax.ShapeDtypeStruct(scores.rows.sizes, jnp.int32)
+        place: Any = jax.ShapeDtypeStruct((scores.shape[0], scores.shape[3]), jnp.int32)
         placed: Mask = mask.at(q_positions, place)
         if isinstance(placed, At) and placed.q_positions is q_positions and placed.kv_positions is place:
             return AtSlots(placed.mask, q_positions, scores.rows.without_pages())

@@ -14,8 +14,6 @@ from attnops.operations.flash.forward import KeyValue
 from attnops_caches.bits import from_bits
 from attnops_caches.store import Store
 
-__all__ = ["KeyValue", "StoreLoader", "TileAt", "TileLoader"]
-
 if TYPE_CHECKING:
     from attnops.typing import DType, Index
 
@@ -114,8 +112,7 @@ class StoreLoader(TileLoader):
     def _tile(self, x: jax.Array, feature: int, d: int, at: TileAt) -> jax.Array:
         """The tile [heads, size, d], features from ``feature`` on, of an array [blocks, K, n, W] or [L, blocks, …]."""
         store = self.store
-        # The arrays of all layers keep the layer axis: XLA's CPU backend copies a loop's array that is reshaped, for
-        # K = 1.
+        # The arrays keep their layer axis: XLA's CPU backend copies a loop's array that is reshaped, for K = 1.
         lead = [] if store.layer is None else [store.layer]
         ones = (1,) * len(lead)
         if self.table is None:
@@ -127,8 +124,11 @@ class StoreLoader(TileLoader):
         # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
         # concatenated, take up to 1.5 times the CPU time at 16 tokens per page.
         starts = [jnp.broadcast_to(i, numbers.shape) for i in _int32(*lead, numbers, at.head, feature)]
-        sizes = (*ones, 1, at.heads, size, d)
-        taken = lax.gather(x, jnp.stack(starts, 1), _by_page(len(lead)), sizes, mode="promise_in_bounds")
+        sizes, axes = (*ones, 1, at.heads, size, d), range(x.ndim)
+        by_page = lax.GatherDimensionNumbers(
+            offset_dims=(1, 2, 3), collapsed_slice_dims=(*axes[:-3],), start_index_map=(*axes[:-2], axes[-1])
+        )
+        taken = lax.gather(x, jnp.stack(starts, 1), by_page, sizes, mode="promise_in_bounds")
         return taken.swapaxes(0, 1).reshape(at.heads, at.size, d)
 
     def _scale(self, x: jax.Array | None, at: TileAt) -> jax.Array | None:
@@ -147,9 +147,3 @@ class StoreLoader(TileLoader):
 def _int32(*indices: Index) -> list[jax.Array]:
     """Indices as int32, since slicing needs one dtype: with x64 on, Python integers are wider than a loop's."""
     return [jnp.asarray(index, jnp.int32) for index in indices]
-
-
-def _by_page(layers: int) -> lax.GatherDimensionNumbers:
-    """A gather to [pages, heads, page, d], by layer (if ``layers`` is 1, and not 0), page, first head and feature."""
-    collapsed, mapped = tuple(range(layers + 1)), (*range(layers + 2), layers + 3)
-    return lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=collapsed, start_index_map=mapped)

@@ -80,11 +80,10 @@ def bind_cached(
     dimensions = Dimensions(B, T, H, cache.head_dim, S, cache.kv_heads, cache.value_head_dim)
     stored = dtype_name(query) if metadata.runtime_dtype is not None else str(jnp.dtype(cache.dtype).name)
     request, given = bind_options(metadata, dimensions, (dtype_name(query), stored, stored), options)
-    described: dict[str, Any] = {}
+    source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed, rows=cache.batch)
     if scores.is_packed:
         inner = options["mask"].mask if isinstance(options["mask"], PackedByRow) else options["mask"]
-        described = {"mask_kinds": inner.kinds(), "mask_primitives": mask_primitives(inner)}
-    source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed, rows=cache.batch, **described)
+        source = dataclasses.replace(source, mask_kinds=inner.kinds(), mask_primitives=mask_primitives(inner))
     kind = {} if bias is None else {"bias_kind": bias.kind() if isinstance(bias, Bias) else "array"}
     query, cache, given = without_gradient((query, cache, given), NO_GRADIENT)
     request = request.replace(source=source, **kind)

@@ -63,8 +63,7 @@ class CacheLimits:
     packed: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("storages", "codecs"):
-            value: Any = getattr(self, name)
+        for name, value in ("storages", self.storages), ("codecs", self.codecs):
             if value is None and name == "storages":
                 continue
             if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
@@ -73,12 +72,10 @@ class CacheLimits:
 
     def reasons(self, cache: CacheRequest) -> list[Reason]:
         """Every limit that reading ``cache`` in place breaks."""
+        named = ("cache", cache.storage, self.storages), ("cache.codec", cache.codec, self.codecs)
         reasons = [
             Reason(name, given, f"must be one of {sorted(known)} to be read in place")
-            for name, given, known in (
-                ("cache", cache.storage, self.storages),
-                ("cache.codec", cache.codec, self.codecs),
-            )
+            for name, given, known in named
             if given and known is not None and given not in known
         ]
         flags = ("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)

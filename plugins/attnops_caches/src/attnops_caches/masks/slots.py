@@ -58,11 +58,6 @@ class Slots(Mask):
     def kinds(self) -> frozenset[str]:
         return frozenset({"Segments"})
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """[B, S]."""
-        return np.shape(self.shift)[0], self.length
-
     def without_pages(self) -> Slots:
         """The same slots as if every page were in the table; positions do not change."""
         return dataclasses.replace(self, exists=None, page_size=0)
@@ -122,7 +117,7 @@ class Slots(Mask):
         return self.position(None, slot), jnp.asarray(self.held(None, slot))
 
     def __repr__(self) -> str:
-        return f"<int32 {list(self.sizes)}>"
+        return f"<int32 {[np.shape(self.shift)[0], self.length]}>"
 
     def _number(self, b: Index | None, slot: Index) -> jax.Array:
         slot = jnp.asarray(slot, jnp.int32)

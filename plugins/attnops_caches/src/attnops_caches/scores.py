@@ -135,21 +135,14 @@ def _unpadded(q_positions: jax.Array) -> jax.Array:
 
 def slot_bias(bias: object, scores: ScorePositions) -> Bias:
     """The bias of a call by slot, bound; see `slot_mask`."""
-    bound: jax.Array | Bias
-    if isinstance(bias, Bias):
-        if getattr(bias, "offset", None) is not None:
-            raise ValueError(
-                f"{bias!r} has offset={bias.offset}, but over a cache the queries' positions are known: both place "  # type: ignore[attr-defined]
-                f"the queries; leave the offset out"
-            )
-        placed: Any = bias
-        if isinstance(bias, RelativeBias):
-            placed = dataclasses.replace(placed, offset=0)
-        bound = placed.bind(*scores.shape)
-    else:
-        bound = bind_bias(bias, scores.shape)
-        if bound.shape[3] > 1:  # type: ignore[union-attr]
-            _check_bounded("bias", scores.cache)
+    if isinstance(bias, Bias) and (offset := getattr(bias, "offset", None)) is not None:
+        raise ValueError(
+            f"{bias!r} has offset={offset}, but over a cache the queries' positions are known: both place the queries; "
+            f"leave the offset out"
+        )
+    bound = bind_bias(dataclasses.replace(bias, offset=0) if isinstance(bias, RelativeBias) else bias, scores.shape)  # type: ignore[type-var]
+    if not isinstance(bound, Bias) and bound.shape[3] > 1:
+        _check_bounded("bias", scores.cache)
     positions = scores.slot_positions if scores.rows is None else scores.rows.without_pages()
     return SlotBias(bound, scores.q_positions, positions, scores.q_rows)
 

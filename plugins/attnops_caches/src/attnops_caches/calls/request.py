@@ -61,7 +61,7 @@ class CacheRequest(SourceRequest):
             return []
         kinds = {"": "", "ScoreFn": "ScoreFn"} | dict.fromkeys(("array", "ALiBi", "RelativePosition"), "array")
         kind = kinds.get(request.bias_kind, "SlotBias")
-        # The request of the call on the arrays, see `attnops_caches.calls.bind.arrays_of`.
+        # The request of the call on the arrays, see `attnops_caches.calls.run.arrays_of`.
         over_arrays = request.replace(source=None, bias_kind=kind, bias_primitives=frozenset())
         return operation.own_reasons(forward, over_arrays)
 

@@ -107,6 +107,7 @@ class DenseCache(RowCache):
         Memory: B · S tokens of ``bytes_per_token``, times L.
 
         Raises:
+            TypeError: a size that is not an int; an option that there is not, or one that is missing.
             ValueError: a size below 1; another dtype or codec; a latent larger than D; scales that are missing, or that
                 the codec computes itself, or that are known not to be above 0; starts that are known to be negative.
         """

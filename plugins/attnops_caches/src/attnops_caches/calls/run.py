@@ -46,9 +46,8 @@ def partial_on_device(operation: OperationImpl, forward: str, call: Call) -> Par
         args, options = arrays_of(call)
         return _in_bthd(operation).partial(*args, **options)
     call = call._replace(options=call.options | {"return_lse": True})
-    output = check_output(
-        type(operation).__name__, shapes_of(call), call.options, run_on_device(operation, forward, call)[0]
-    )
+    output, _ = run_on_device(operation, forward, call)
+    check_output(type(operation).__name__, shapes_of(call), call.options, output)
     assert output.logsumexp is not None
     out = output.attention_outputs.astype(jnp.float32)
     return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))

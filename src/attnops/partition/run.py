@@ -109,13 +109,13 @@ def run_on_shards(
     sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": kv_heads}
     specs = option_specs(entries, sizes, options, option_axes)
     operands = ShardedOperands(args, options, {"args": arg_specs, **specs})
-    template, by_head = operands.template, () if boundary.kv_heads == heads else by_kv_head(options, option_axes)
+    template, kv_options = operands.template, () if boundary.kv_heads == heads else by_kv_head(options, option_axes)
 
     def local(*arrays: Leaf) -> tuple[Leaf, ...]:  # holds no operand
         given, rest = template.filled(arrays)
         B, _, H, _ = given[0].shape
         shard = Shard(first_index(batch, B), first_index(heads, H), B, H)
-        for name, axis in by_head:
+        for name, axis in kv_options:
             rest[name] = jax.tree.map(
                 lambda x, a=axis: x if x.shape[a] == 1 else kv_heads_of(x, shard, group, a),  # type: ignore[misc]
                 rest[name],
@@ -125,7 +125,7 @@ def run_on_shards(
 
     where = mesh_arguments(boundary.mesh)
     if key is not None:
-        static = *static, batch, heads, boundary.kv_heads, group, by_head
+        static = *static, batch, heads, boundary.kv_heads, group, kv_options
         key = program_key(key, boundary, template, options, where, static)
     program = ShardedProgram(local, tuple(operands.specs), out_specs, check_vma, where, key)
     run = compiled(program) if key is not None else program.compiled()

@@ -161,10 +161,11 @@ class PagedCache(StoredCache):
             )
         # A buffer of its own, which can be donated.
         pages = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
-        if (placement := self.active_placement) is not None:
-            pages = placed(pages, placement.specs(self).table, placement.mesh)  # type: ignore[arg-type]
-        exists = (pages >= 0) & (pages < self.pages_of_row)
         copied = self._copied_from(pages)
+        if (placement := self.active_placement) is not None:
+            by_row: Any = placement.specs(self).table
+            pages, copied = (placed(x, by_row, placement.mesh) for x in (pages, copied))
+        exists = (pages >= 0) & (pages < self.pages_of_row)
         is_other = exists & (jnp.where(copied >= 0, copied, pages) != self.table)
         number = jnp.arange(1, self.max_pages + 1, dtype=jnp.int32)
         kept = jnp.minimum(

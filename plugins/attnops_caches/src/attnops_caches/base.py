@@ -174,6 +174,11 @@ class Cache(Source):
     def dtype(self) -> DType:
         """The dtype of keys and values as they are appended and read: float32, bfloat16 or float16."""
 
+    @property
+    def is_latent(self) -> bool:
+        """Whether the value of a token is a part of its key, and is not given."""
+        return False
+
     def append(
         self,
         key: ArrayLike,
@@ -207,7 +212,7 @@ class Cache(Source):
         self._check_layer()
         batch = self.batch if rows is None else 1
         key = self._tokens("key", key, self.head_dim, batch)
-        T, is_latent, values = key.shape[1], self.describe().latent, None
+        T, is_latent, values = key.shape[1], self.is_latent, None
         checked = None if rows is None else check_rows(rows).checked(T, self.batch)
         self.check_append(T, rows)
         if is_latent and value is not None:

@@ -64,7 +64,7 @@ class StoredCache(Cache):
             super().describe(),
             codec="" if codec is None else codec.dtype,
             scales="" if codec is None else codec.scales,
-            latent=layout.content == "latent",
+            latent=self.is_latent,
             width=layout.width,
             joined=layout.content == "joined",
         )
@@ -84,6 +84,10 @@ class StoredCache(Cache):
     @property
     def dtype(self) -> DType:
         return self.store.layout.dtype
+
+    @property
+    def is_latent(self) -> bool:
+        return self.store.layout.content == "latent"
 
     @property
     def codec(self) -> Quantized | None:

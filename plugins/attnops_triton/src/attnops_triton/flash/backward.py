@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
 
 def input_operands(plan: FlashPlan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
     """The operands for `Inputs` and for the other inputs of the scores."""
-    return [Operand(name, x) for name, x in zip(Inputs._fields, inputs, strict=True)] + score_operands(plan, arrays)
+    return [Operand(name, x) for name, x in zip(Inputs._fields, inputs, strict=True)] + score_operands(arrays)
 
 
 def by_query(

@@ -45,38 +45,28 @@ from attnops_triton.flash.kernels.tokens import load_statistic, place_by_key, pl
 
 
 class Memory(NamedTuple):
-    """Tensor memory, and barriers for it. The products s and dp are those of the held arrays and the rings.
+    """Tensor memory, and barriers for it. The products s and dp are those of the held arrays and the rings."""
 
-    Attributes:
-        s, dp: products, weights and gradients of scores.
-        sums: the outputs: to the first the gradients of scores add, times the operand of s; to the second the weights,
-            times that of dp.
-        s_ready, dp_ready: the products are complete.
-        w_ready, ds_ready: a half has written its weights, or its gradients of scores.
-        finished: the sums are complete.
-        written: the outputs are in the held buffers.
-    """
-
-    s: Any
-    dp: Any
+    s: Any  # products, then weights
+    dp: Any  # products, then gradients of scores
+    # The outputs: to the first the gradients of scores add, times the operand of s; to the second the weights, times
+    # that of dp.
     sums: Any
-    s_ready: Any
+    s_ready: Any  # the products are complete
     dp_ready: Any
-    w_ready: Any
-    ds_ready: Any
-    finished: Any
-    written: Any
+    w_ready: Any  # a half has written its weights
+    ds_ready: Any  # a half has written its gradients of scores
+    finished: Any  # the sums are complete
+    written: Any  # the outputs are in the held buffers
 
 
 class Products(NamedTuple):
-    """The state of the warp that issues products: the ring's buffer, its parity, the buffer of the tile before, and the
-    number of tiles so far.
-    """
+    """The state of the warp that issues products."""
 
-    stage: Any
-    phase: Any
-    before: Any
-    done: Any
+    stage: Any  # the ring's buffer
+    phase: Any  # its parity
+    before: Any  # the buffer of the tile before
+    done: Any  # the number of tiles so far
 
 
 @gluon.jit

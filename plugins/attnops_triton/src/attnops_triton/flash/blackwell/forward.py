@@ -45,26 +45,18 @@ from attnops_triton.flash.kernels.tokens import Tokens, place_by_query, store_to
 
 
 class Memory(NamedTuple):
-    """Memory with a copy for each tile of queries, and barriers with one for each.
+    """Memory with a copy for each tile of queries, and barriers with one for each."""
 
-    Attributes:
-        s, acc: tensor memory of scores, and of weights, and of sums.
-        alpha, m, l: the factors of sums, and the statistics, [2, rows].
-        alpha_ready, ml_ready, s_ready: they have been written.
-        w_ready: the weights have been written, and the sums have been rescaled for them.
-        done: the sums are complete.
-    """
-
-    s: Any
-    acc: Any
-    alpha: Any
-    m: Any
+    s: Any  # tensor memory of scores, and of weights
+    acc: Any  # tensor memory of sums
+    alpha: Any  # the factors of sums, [2, rows]
+    m: Any  # the statistics, [2, rows]
     l: Any
-    alpha_ready: Any
-    ml_ready: Any
-    s_ready: Any
-    w_ready: Any
-    done: Any
+    alpha_ready: Any  # alpha has been written
+    ml_ready: Any  # m and l have been written
+    s_ready: Any  # the scores have been written
+    w_ready: Any  # the weights have been written, and the sums have been rescaled for them
+    done: Any  # the sums are complete
 
 
 @gluon.jit

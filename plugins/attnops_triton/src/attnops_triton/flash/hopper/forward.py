@@ -39,23 +39,15 @@ from attnops_triton.flash.kernels.tokens import place_by_query, store_token
 
 
 class State(NamedTuple):
-    """The online softmax so far.
+    """The online softmax so far."""
 
-    Attributes:
-        m, l: the maximum and the denominator, [rows].
-        acc: the sums of values, [rows, D], without the last tile's.
-        w: the last tile's weights.
-        stage, phase: the last tile's buffer, and the parity of its barriers.
-        turn: the parity of the turn's barrier.
-    """
-
-    m: Any
-    l: Any
-    acc: Any
-    w: Any
-    stage: Any
-    phase: Any
-    turn: Any
+    m: Any  # the maximum, [rows]
+    l: Any  # the denominator, [rows]
+    acc: Any  # the sums of values, [rows, D], without the last tile's
+    w: Any  # the last tile's weights
+    stage: Any  # the last tile's buffer
+    phase: Any  # the parity of its barriers
+    turn: Any  # the parity of the turn's barrier
 
 
 @gluon.jit

@@ -18,32 +18,20 @@ from attnops_triton.flash.kernels.tokens import base, by_key, by_query, load_tok
 
 
 class Values(NamedTuple):
-    """Values of a tile, each a number or broadcasting to the tile; 0 for those that are not loaded yet.
+    """Values of a tile, each a number or broadcasting to the tile; 0 for those that are not loaded yet."""
 
-    Attributes:
-        masks, biases: those of the mask and of the bias.
-        dropout: the hash of each query.
-    """
-
-    masks: Any
-    biases: Any
-    dropout: Any
+    masks: Any  # those of the mask
+    biases: Any  # those of the bias
+    dropout: Any  # the hash of each query
 
 
 class Scores(NamedTuple):
-    """Scores and what their gradients need.
+    """Scores and what their gradients need."""
 
-    Attributes:
-        s: the scores, −inf where masked.
-        unbiased: the scores without bias.
-        curve: the hyperbolic tangent of the soft cap.
-        ok: where scores are not masked; True without a mask.
-    """
-
-    s: Any
-    unbiased: Any
-    curve: Any
-    ok: Any
+    s: Any  # the scores, −inf where masked
+    unbiased: Any  # the scores without bias
+    curve: Any  # the hyperbolic tangent of the soft cap
+    ok: Any  # where scores are not masked; True without a mask
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from attnops.kernels import Scoring
 from attnops_triton.flash.plan import LOG2E, cdiv, head_dim_chunks
@@ -85,6 +85,7 @@ class KernelOptions:
     biases: tuple[Value, ...]
     has_bias: bool
     new_blocks: int  # blocks per row in which new tokens may lie; 0 if none are written
+    kept: ClassVar[float] = 1.0  # a factor of weights; only in kernels with dropout it is not 1
     merged: int = 0  # in the kernel that merges splits: a power of two that is not below their number
 
     @property

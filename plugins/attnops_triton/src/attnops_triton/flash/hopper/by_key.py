@@ -36,7 +36,7 @@ from attnops_triton.flash.hopper.shared import (
     values_of_head,
 )
 from attnops_triton.flash.hopper.steps import new_product, no_sums, operand, store_sums
-from attnops_triton.flash.kernels.scores import cap_and_bias_vjp, load_values, recompute_scores, score_gradients
+from attnops_triton.flash.kernels.scores import cap_and_bias_vjp, load_values, score_gradients, score_tile
 from attnops_triton.flash.kernels.tokens import place_by_key
 
 
@@ -155,7 +155,7 @@ def step(
     dp = warpgroup_mma(v.tile.index(group), cotangents.permute([1, 0]), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     lse = statistics.slice(0, 1, 0).load(options.scores_layout)
-    scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
+    scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
     p = gl.exp2(scores.s * options.unit - lse)
     w = operand(p, options)
     dv = warpgroup_mma(w, cotangents, state.dv, is_async=True)

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attnops_triton.flash.kernels.parameters import KernelOptions
-from attnops_triton.flash.kernels.scores import load_values, no_values
+from attnops_triton.flash.kernels.scores import values_of
 from attnops_triton.flash.kernels.tokens import Program, Tokens, column, find_row, full_tiles, partial_tiles
 
 
@@ -372,8 +372,7 @@ def nothing(x, n, program, given, options: gl.constexpr):
 @gluon.jit
 def values_of_head(x, n, program, kv, options: gl.constexpr):
     """The held keys, and the `Values` per head and per key."""
-    values = load_values(x, n, program, kv, no_values(options), "", False, options)
-    return kv, load_values(x, n, program, kv, values, "kv", not options.is_even, options)
+    return kv, values_of(x, n, program, kv, "kv", not options.is_even, options)
 
 
 @gluon.jit

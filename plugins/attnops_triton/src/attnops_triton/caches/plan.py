@@ -7,17 +7,7 @@ from typing import Any, ClassVar
 
 from attnops.kernels import Scoring
 from attnops_triton.flash.plan import LOG2E, cdiv, head_dim_chunks
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """A value of a mask or of a bias, an array [B or 1, H or 1, T or S or 1]: its axes, and Triton's dtype."""
-
-    by_batch: bool
-    by_head: bool
-    by_query: bool
-    by_key: bool
-    dtype: Any
+from attnops_triton.language.translate import Value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Kernels as functions in Triton's language, and the lines of functions that are generated."""
+"""A kernel and its arguments."""
 
 from __future__ import annotations
 
@@ -117,31 +117,3 @@ def _filled(names: Any, values: dict[str, Any]) -> Any:
         return None if names is None else values[names]
     filled = [_filled(name, values) for name in names]
     return type(names)(*filled) if hasattr(names, "_fields") else tuple(filled)
-
-
-class SourceWriter:
-    """The lines of a function.
-
-    Attributes:
-        lines: the lines.
-    """
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._fresh = 0
-
-    def __call__(self, *lines: str) -> None:
-        """Add lines."""
-        self.lines += [f"    {line}" for line in lines]
-
-    def fresh(self) -> str:
-        """An unused variable name."""
-        self._fresh += 1
-        return f"t{self._fresh}"
-
-
-def number(x: float) -> str:
-    """A number as Triton source."""
-    if isinstance(x, float) and x - x != 0:
-        return f'float("{x}")'
-    return repr(x)

@@ -6,16 +6,14 @@ import collections
 import dataclasses
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import triton.language as tl
 
 from attnops.dropout import dropout_threshold, spread_of_keys
-from attnops.kernels import Elementwise
 from attnops_triton.flash.bits import WORD
 from attnops_triton.flash.operands import Arrays, Operand
 from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
-from attnops_triton.language.translate import mask_function, score_function, score_vjp_function
+from attnops_triton.language.translate import Value, describe_values, mask_function, score_function, score_vjp_function
 
 # Inputs without a head axis after the batch axis.
 _WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
@@ -83,15 +81,6 @@ class ArrayLayout(int):
     @property
     def bit(self) -> int:
         return (int(self) & 255) - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """A value of a mask or a bias, an array [B or 1, H or 1, n]."""
-
-    axis: str  # "q" if n is T, "kv" if it is S, and "" if it is 1
-    is_bool: bool
-    dtype: Any  # the dtype to convert it to; None for its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +250,8 @@ def options_of(
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),
         score=score_function(scoring.bias, scoring.cap, gluon),
         score_vjp=score_vjp_function(scoring.bias) if differentiates and scoring.bias is not None else None,
-        masks=_values(scoring.mask), biases=_values(scoring.bias), layouts=grouped(layouts), **others,
+        masks=describe_values(scoring.mask, "q kv"), biases=describe_values(scoring.bias, "q kv"),
+        layouts=grouped(layouts), **others,
     )  # fmt: skip
 
 
@@ -272,14 +262,3 @@ def grouped(named: list[tuple[str, Any]]) -> Pointers:
         group = name.rstrip("0123456789")
         fields[group] = (*fields.get(group, ()), x) if group != name else x
     return Pointers(**fields)
-
-
-def _values(function: Elementwise | None) -> tuple[Value, ...]:
-    if function is None:
-        return ()
-    found = []
-    for axes, dtype in zip(function.values, map(np.dtype, function.dtypes), strict=True):
-        axis = next((x for x in ("q", "kv") if x in axes), "")
-        narrow = None if dtype == np.bool_ or dtype.itemsize == 4 else getattr(tl, dtype.name)
-        found.append(Value(axis, dtype == np.bool_, narrow))
-    return tuple(found)

@@ -102,11 +102,7 @@ def load_value(
         loaded = by_query(load_token(array, n, program, tokens, layout, edge), options)
     else:
         loaded = by_key(load_token(array, n, program, tokens, layout, edge), options)
-    if value.is_bool:
-        loaded = loaded != 0
-    elif value.dtype is not None:
-        loaded = loaded.to(value.dtype)
-    return loaded
+    return loaded.to(value.dtype)
 
 
 @triton.jit

@@ -30,26 +30,17 @@ from attnops_triton.targets import TENSOR_MEMORY
 
 
 class Inputs(NamedTuple):
-    """The arrays of the backward pass.
+    """The arrays of the backward pass."""
 
-    Attributes:
-        q: [B, T, H, D].
-        k: [B, S, K, D].
-        v: [B, S, K, Dv].
-        d_out: [B, T, H, Dv].
-        m: [B, H, T] float32, the largest score, as the forward pass returns it; +inf for fully masked queries, whose
-            weights are then 0.
-        log2_sum: [B, H, T], log2 of the sum of exponentials relative to ``m``.
-        delta: [B, H, T], ``d_out · out − d_lse``.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    d_out: jax.Array
+    q: jax.Array  # [B, T, H, D]
+    k: jax.Array  # [B, S, K, D]
+    v: jax.Array  # [B, S, K, Dv]
+    d_out: jax.Array  # [B, T, H, Dv]
+    # [B, H, T] float32, the largest score, as the forward pass returns it; +inf for fully masked queries, whose weights
+    # are then 0.
     m: jax.Array
-    log2_sum: jax.Array
-    delta: jax.Array
+    log2_sum: jax.Array  # [B, H, T], log2 of the sum of exponentials relative to ``m``
+    delta: jax.Array  # [B, H, T], ``d_out · out − d_lse``
 
 
 def input_operands(inputs: Inputs, arrays: Arrays) -> list[Operand]:

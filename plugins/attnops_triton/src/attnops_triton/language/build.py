@@ -37,25 +37,15 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything that a program's code depends on, except the versions of the compilers.
-
-    Attributes:
-        kernel: the kernel.
-        dtypes: names of the dtypes of its arrays.
-        divisible: names of its integer arguments that are multiples of 16.
-        warps: warps per program.
-        stages: stages of the software pipeline.
-        arch: such as ``"sm_90"``.
-        registers: the most registers per thread; 0 leaves the number to the assembler. Only for NVIDIA GPUs.
-    """
+    """Everything that a program's code depends on, except the versions of the compilers."""
 
     kernel: KernelFunction
-    dtypes: tuple[str, ...]
-    divisible: frozenset[str]
-    warps: int
-    stages: int
-    arch: str
-    registers: int = 0
+    dtypes: tuple[str, ...]  # names of the dtypes of its arrays
+    divisible: frozenset[str]  # names of its integer arguments that are multiples of 16
+    warps: int  # per program
+    stages: int  # stages of the software pipeline
+    arch: str  # such as ``"sm_90"``
+    registers: int = 0  # the most registers per thread; 0 leaves the number to the assembler. Only for NVIDIA GPUs
 
     def key(self) -> str:
         """A unique name of the program: a hash of this recipe and of the versions of the compilers."""
@@ -69,34 +59,21 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledKernel:
-    """A compiled kernel.
+    """A compiled kernel."""
 
-    Attributes:
-        name: the name of the function in the code.
-        threads: threads per program.
-        shared: bytes of shared memory per program.
-        code: PTX, or a code object.
-    """
-
-    name: str
-    threads: int
-    shared: int
-    code: bytes = dataclasses.field(repr=False)
+    name: str  # the name of the function in the code
+    threads: int  # threads per program
+    shared: int  # bytes of shared memory per program
+    code: bytes = dataclasses.field(repr=False)  # PTX, or a code object
 
 
 @dataclasses.dataclass
 class BuildCounts:
-    """What `build` did in this process.
+    """What `build` did in this process."""
 
-    Attributes:
-        compiled: programs that Triton compiled.
-        read: programs read from the cache on disk.
-        seconds: the time spent on both.
-    """
-
-    compiled: int = 0
-    read: int = 0
-    seconds: float = 0.0
+    compiled: int = 0  # programs that Triton compiled
+    read: int = 0  # programs read from the cache on disk
+    seconds: float = 0.0  # the time spent on both
 
 
 counts: Final = BuildCounts()

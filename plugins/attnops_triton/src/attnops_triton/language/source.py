@@ -16,20 +16,14 @@ class KernelFunction:
     """A kernel that is a function in Triton's language or in Gluon, and its options.
 
     The function has three parameters: arrays, integers, and options, a `tl.constexpr`.
-
-    Attributes:
-        function: the function, a `triton.JITFunction`.
-        arrays: the first argument with names in place of pointers, inputs first: nested tuples, None for absent arrays.
-        sizes: the second argument with names in place of integers.
-        options: the third argument, a frozen dataclass; functions among its fields are `triton.JITFunction`s too.
-        scratch: bytes of scratch memory per program; the last pointer is to that of all programs.
     """
 
-    function: Any
+    function: Any  # the function, a `triton.JITFunction`
+    # The first argument with names in place of pointers, inputs first: nested tuples, None for absent arrays.
     arrays: tuple[Any, ...]
-    sizes: tuple[Any, ...]
-    options: Any
-    scratch: int = 0
+    sizes: tuple[Any, ...]  # the second argument with names in place of integers
+    options: Any  # the third argument, a frozen dataclass; functions among its fields are `triton.JITFunction`s too
+    scratch: int = 0  # bytes of scratch memory per program; the last pointer is to that of all programs
 
     @property
     def gluon(self) -> bool:

@@ -206,24 +206,22 @@ def translate(write: SourceWriter, closed: JaxprLike, inputs: Sequence[str]) -> 
 class Value:
     """A value of a mask or of a bias, an array [B or 1, H or 1, T or S or 1]."""
 
-    axes: tuple[str, ...]  # of "b", "h", "q" and "kv" those along which it varies
+    by_batch: bool
+    by_head: bool
+    axis: str  # "q" if it varies by query, "kv" by key, and "" by neither
     dtype: Any  # Triton's
 
-    @property
-    def axis(self) -> str:
-        """Its axis of tokens, "q" or "kv"; empty for none."""
-        return next((x for x in ("q", "kv") if x in self.axes), "")
 
-
-def describe_values(function: Elementwise | None, axes: str = "b h q kv") -> tuple[Value, ...]:
-    """The values of a mask or of a bias, with those of ``axes`` along which they vary."""
+def describe_values(function: Elementwise | None, of_tokens: bool = False) -> tuple[Value, ...]:
+    """The values of a mask or of a bias. If ``of_tokens``, it is left out whether they vary by batch or head."""
     import triton.language as tl
 
     if function is None:
         return ()
     dtypes = [tl.int1 if x == jnp.bool_ else getattr(tl, jnp.dtype(x).name) for x in function.dtypes]
-    varying = [tuple(x for x in axes.split() if x in each) for each in function.values]
-    return tuple(map(Value, varying, dtypes))
+    leading = [("b" in axes and not of_tokens, "h" in axes and not of_tokens) for axes in function.values]
+    axes_of_tokens = [next((x for x in ("q", "kv") if x in axes), "") for axes in function.values]
+    return tuple(Value(*x, axis, dtype) for x, axis, dtype in zip(leading, axes_of_tokens, dtypes, strict=True))
 
 
 @functools.lru_cache(maxsize=1024)

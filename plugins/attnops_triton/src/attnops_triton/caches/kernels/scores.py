@@ -39,12 +39,12 @@ def load_value(at, i: tl.constexpr, program, kx, n, options: tl.constexpr, of_ma
         count = n.key_axis
     elif value.axis == "q":
         count = n.T
-    if "b" in value.axes:
-        if "h" in value.axes:
+    if value.by_batch:
+        if value.by_head:
             at = at + program.b.to(tl.int64) * options.H * count
         else:
             at = at + program.b.to(tl.int64) * count
-    if "h" in value.axes:
+    if value.by_head:
         at = at + (program.hr * count)[:, None]
     if value.axis == "q":
         at = at + program.qr[:, None]

@@ -250,7 +250,7 @@ def options_of(
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),
         score=score_function(scoring.bias, scoring.cap, gluon),
         score_vjp=score_vjp_function(scoring.bias) if differentiates and scoring.bias is not None else None,
-        masks=describe_values(scoring.mask, "q kv"), biases=describe_values(scoring.bias, "q kv"),
+        masks=describe_values(scoring.mask, of_tokens=True), biases=describe_values(scoring.bias, of_tokens=True),
         layouts=grouped(layouts), **others,
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ def test_values_have_one_axis_of_tokens_and_elements_of_32_bits() -> None:
 
 
 def test_only_arrays_that_a_call_has_are_operands() -> None:
-    assert score_operands(make_plan(), Arrays()) == []
+    assert score_operands(Arrays()) == []
     x = jnp.zeros((1, 1, 1))
     arrays = Arrays(mask=(x, x), bias=(x,), array=x, sinks=x, dropout=x)
-    assert [o.name for o in score_operands(make_plan(), arrays)] == ["mask0", "mask1", "bias0", "array", "dropout"]
+    assert [o.name for o in score_operands(arrays)] == ["mask0", "mask1", "bias0", "array", "dropout"]

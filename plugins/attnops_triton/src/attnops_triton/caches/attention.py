@@ -25,7 +25,7 @@ from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.launch import launch_any
 from attnops_triton.language.source import KernelFunction
-from attnops_triton.language.translate import mask_function, score_function
+from attnops_triton.language.translate import describe_values, mask_function, score_function
 from attnops_triton.targets import current
 
 CacheType = TypeVar("CacheType", bound=StoredCache)
@@ -80,8 +80,8 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
         assembly=assembly(stored, dtype, arch), scale=float(call.scale),
         tf32=metadata.precision == lax.Precision.DEFAULT, new_blocks=new_blocks if writes else 0,
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense),
-        score=score_function(scoring.bias, scoring.cap), masks=operands.values_of(scoring.mask),
-        biases=operands.values_of(scoring.bias),
+        score=score_function(scoring.bias, scoring.cap), masks=describe_values(scoring.mask),
+        biases=describe_values(scoring.bias),
         has_bias=scoring.has_bias, scoring=scoring, wants_lse=wants_lse, arch=arch, interpret=metadata.interpret,
     )  # fmt: skip
     return dataclasses.replace(plan, splits=split_count(arch, plan.items * K * plan.head_blocks, plan.nk))

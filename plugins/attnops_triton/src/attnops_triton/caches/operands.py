@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import triton.language as tl
 
-from attnops.kernels import Elementwise, FlashCall, elementwise_bias, of_bias, of_mask
+from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops.masks import Dense
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_triton.caches.parameters import Tokens
-from attnops_triton.caches.plan import CachePlan, Value
+from attnops_triton.caches.plan import CachePlan
 from attnops_triton.flash.bits import is_translatable
 from attnops_triton.language.translate import PRIMITIVES
 
@@ -48,15 +47,6 @@ def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
     elif plan.scoring.array:
         found["array"] = call.bias.astype(jnp.float32)
     return found | ({} if call.sinks is None else {"sinks": call.sinks.astype(jnp.float32)})
-
-
-def values_of(function: Elementwise | None) -> tuple[Value, ...]:
-    """The values of a mask or of a bias."""
-    if function is None:
-        return ()
-    dtypes = [tl.int1 if x == jnp.bool_ else getattr(tl, jnp.dtype(x).name) for x in function.dtypes]
-    given = zip(function.values, dtypes, strict=True)
-    return tuple(Value("b" in axes, "h" in axes, "q" in axes, "kv" in axes, dtype) for axes, dtype in given)
 
 
 def _in_32_bits(x: jax.Array) -> jax.Array:

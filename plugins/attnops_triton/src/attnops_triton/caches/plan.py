@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from attnops.kernels import Scoring
 from attnops_triton.flash.plan import LOG2E, cdiv, head_dim_chunks
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """A value of a mask or of a bias, an array [B or 1, H or 1, T or S or 1]: its axes, and Triton's dtype."""
-
-    by_batch: bool
-    by_head: bool
-    by_query: bool
-    by_key: bool
-    dtype: Any
+from attnops_triton.language.translate import Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +75,7 @@ class KernelOptions:
     biases: tuple[Value, ...]
     has_bias: bool
     new_blocks: int  # blocks per row in which new tokens may lie; 0 if none are written
+    kept: ClassVar[float] = 1.0  # a factor of weights; only in kernels with dropout it is not 1
     merged: int = 0  # in the kernel that merges splits: a power of two that is not below their number
 
     @property

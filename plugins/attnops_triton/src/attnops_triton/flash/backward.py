@@ -6,6 +6,7 @@ order, except `fused`. They also compute the gradients of the values of an eleme
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,31 +30,22 @@ from attnops_triton.targets import TENSOR_MEMORY
 
 
 class Inputs(NamedTuple):
-    """The arrays of the backward pass.
+    """The arrays of the backward pass."""
 
-    Attributes:
-        q: [B, T, H, D].
-        k: [B, S, K, D].
-        v: [B, S, K, Dv].
-        d_out: [B, T, H, Dv].
-        m: [B, H, T] float32, the largest score, as the forward pass returns it; +inf for fully masked queries, whose
-            weights are then 0.
-        log2_sum: [B, H, T], log2 of the sum of exponentials relative to ``m``.
-        delta: [B, H, T], ``d_out · out − d_lse``.
-    """
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    d_out: jax.Array
+    q: jax.Array  # [B, T, H, D]
+    k: jax.Array  # [B, S, K, D]
+    v: jax.Array  # [B, S, K, Dv]
+    d_out: jax.Array  # [B, T, H, Dv]
+    # [B, H, T] float32, the largest score, as the forward pass returns it; +inf for fully masked queries, whose weights
+    # are then 0.
     m: jax.Array
-    log2_sum: jax.Array
-    delta: jax.Array
+    log2_sum: jax.Array  # [B, H, T], log2 of the sum of exponentials relative to ``m``
+    delta: jax.Array  # [B, H, T], ``d_out · out − d_lse``
 
 
-def input_operands(plan: FlashPlan, inputs: Inputs, arrays: Arrays) -> list[Operand]:
+def input_operands(inputs: Inputs, arrays: Arrays) -> list[Operand]:
     """The operands for `Inputs` and for the other inputs of the scores."""
-    return [Operand(name, x) for name, x in zip(Inputs._fields, inputs, strict=True)] + score_operands(plan, arrays)
+    return [Operand(name, x) for name, x in zip(Inputs._fields, inputs, strict=True)] + score_operands(arrays)
 
 
 def by_query(
@@ -69,8 +61,9 @@ def by_query(
         wanted: indices of the bias's values, per query or per head, whose gradients are computed; for a value per head
             the sum over T is left to the caller.
     """
-    dq, *d_values = _by_query(plan, inputs, arrays, schedule, wanted)
-    return dq, dict(zip(wanted, d_values, strict=True))
+    run = folds_batch(functools.partial(_run_by_query, wanted=wanted))
+    results = run(plan, inputs, arrays, schedule)
+    return results["dq"], {i: results[f"dq_bias{i}"] for i in wanted}
 
 
 def by_key(
@@ -85,43 +78,29 @@ def by_key(
         schedule: the active tiles of queries of each tile of keys.
         wanted: indices of the bias's values per key whose gradients are computed.
     """
-    dk, dv, *d_values = _by_key(plan, inputs, arrays, schedule, wanted)
-    return dk, dv, dict(zip(wanted, d_values, strict=True))
+    run = folds_batch(functools.partial(_run_by_key, wanted=wanted))
+    results = run(plan, inputs, arrays, schedule)
+    return results["dk"], results["dv"], {i: results[f"dk_bias{i}"] for i in wanted}
 
 
-def _by_query(
+def _run_by_query(
     plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
-) -> tuple[jax.Array, ...]:
-    @folds_batch
-    def run(plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
-        operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule)]
-        outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
-        outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
-        sizes, programs = sizes_by_query(plan, plan.by_query)
-        function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
-        if plan.by_query.specialised:
-            options |= {"kind": HopperOptions, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
-            function = hopper_by_query.attnops_flash_backward_query
-            if plan.arch in TENSOR_MEMORY:
-                function = blackwell.attnops_flash_backward_query
-                options["kind"] = BackwardOptions
-        results = launch(
-            plan, plan.by_query, function, operands, outputs, programs, sizes | schedule_sizes(schedule), **options
-        )
-        return tuple(results.values())
-
-    return run(plan, inputs, arrays, schedule)
-
-
-def _by_key(
-    plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule, wanted: tuple[int, ...]
-) -> tuple[jax.Array, ...]:
-    @folds_batch
-    def run(plan: FlashPlan, inputs: Inputs, arrays: Arrays, schedule: TileSchedule) -> tuple[jax.Array, ...]:
-        results = _run_by_key(plan, inputs, arrays, schedule, wanted)
-        return tuple(results.values())
-
-    return run(plan, inputs, arrays, schedule)
+) -> dict[str, jax.Array]:
+    """The outputs of the kernel by tiles of queries, by name."""
+    operands = [*input_operands(inputs, arrays), *schedule_operands(schedule)]
+    outputs = {"dq": jax.ShapeDtypeStruct((plan.B, plan.T, plan.H, plan.D), jnp.dtype(plan.gradient_dtype))}
+    outputs |= {f"dq_bias{i}": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32) for i in wanted}
+    sizes, programs = sizes_by_query(plan, plan.by_query)
+    function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
+    if plan.by_query.specialised:
+        options |= {"kind": HopperOptions, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
+        function = hopper_by_query.attnops_flash_backward_query
+        if plan.arch in TENSOR_MEMORY:
+            function = blackwell.attnops_flash_backward_query
+            options["kind"] = BackwardOptions
+    return launch(
+        plan, plan.by_query, function, operands, outputs, programs, sizes | schedule_sizes(schedule), **options
+    )
 
 
 @folds_batch
@@ -152,7 +131,7 @@ def _run_by_key(
     The kernel adds to the arrays ``before``; ``outputs``, in the same order, are the sums.
     """
     added = outputs or {}
-    operands = [*input_operands(plan, inputs, arrays), *schedule_operands(schedule), *before]
+    operands = [*input_operands(inputs, arrays), *schedule_operands(schedule), *before]
     padded = cdiv(plan.T, plan.by_key.bq) * plan.by_key.bq
     if plan.by_key.specialised:
         lse = inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum

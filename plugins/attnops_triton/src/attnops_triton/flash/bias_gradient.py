@@ -27,7 +27,7 @@ def array_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tiles: Every
     """
     assert arrays.array is not None
     shape = arrays.array.shape
-    operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
+    operands = [*input_operands(inputs, arrays), *_tile_operands(tiles)]
     outputs = {"d_array": jax.ShapeDtypeStruct(shape, jnp.float32)}
     rows, columns = cdiv(plan.T, plan.by_score.bq), cdiv(plan.S, plan.by_score.bk)
     batches = 1 if shape[0] > 1 else plan.B
@@ -50,7 +50,7 @@ def table_gradient(plan: FlashPlan, inputs: Inputs, arrays: Arrays, tiles: Every
         arrays: the other inputs of the scores: masks, biases, sinks and the dropout hash.
         tiles: the coverage of every tile; tiles are square.
     """
-    operands = [*input_operands(plan, inputs, arrays), *_tile_operands(tiles)]
+    operands = [*input_operands(inputs, arrays), *_tile_operands(tiles)]
     n = plan.by_score.bq
     rows, columns = cdiv(plan.T, n), cdiv(plan.S, n)
     programs = plan.H * (rows + columns - 1)

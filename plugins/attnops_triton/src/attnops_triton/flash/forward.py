@@ -48,7 +48,7 @@ def forward(
         Operand("k", k),
         Operand("v", v),
         *schedule_operands(schedule),
-        *score_operands(plan, arrays),
+        *score_operands(arrays),
     ]
     if arrays.sinks is not None:
         operands.append(Operand("sinks", arrays.sinks))

@@ -7,32 +7,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnops_triton.flash.plan import FlashPlan
-
 if TYPE_CHECKING:
     from attnops.typing import Array
 
 
 class Arrays(NamedTuple):
-    """Inputs other than query, key and value, in kernels' layouts; None or empty if absent.
+    """Inputs other than query, key and value, [B or 1, H or 1, …]; None or empty if absent."""
 
-    Attributes:
-        mask: values of the mask, each [B or 1, H or 1, n], where n is T, S or 1.
-        dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S].
-        bias: values of an elementwise bias, each [B or 1, H or 1, n], where n is T, S or 1.
-        table: a bias by distance, float32 [1, H, T + S − 1]; distance ``kv − q`` is element ``kv − q + T − 1``.
-        array: a bias of T × S elements, [B or 1, H or 1, T, S].
-        sinks: [1, H] float32.
-        dropout: the hash of each query, uint32 [B, H, T].
-    """
-
-    mask: tuple[jax.Array, ...] = ()
-    dense: tuple[jax.Array, ...] = ()
-    bias: tuple[jax.Array, ...] = ()
-    table: jax.Array | None = None
-    array: jax.Array | None = None
-    sinks: jax.Array | None = None
-    dropout: jax.Array | None = None
+    mask: tuple[jax.Array, ...] = ()  # values of the mask, each [B or 1, H or 1, n], where n is T, S or 1
+    dense: tuple[jax.Array, ...] = ()  # the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S]
+    bias: tuple[jax.Array, ...] = ()  # values of an elementwise bias, each as those of the mask
+    table: jax.Array | None = None  # a bias by distance, float32 [1, H, T + S − 1]; ``kv − q`` is at ``kv − q + T − 1``
+    array: jax.Array | None = None  # a bias of T × S elements, [B or 1, H or 1, T, S]
+    sinks: jax.Array | None = None  # float32 [1, H]
+    dropout: jax.Array | None = None  # the hash of each query, uint32 [B, H, T]
 
 
 class Operand(NamedTuple):
@@ -49,11 +37,11 @@ def value_layout(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def score_operands(plan: FlashPlan, arrays: Arrays) -> list[Operand]:
+def score_operands(arrays: Arrays) -> list[Operand]:
     """The inputs of a tile's scores other than query and key, and of dropout."""
-    operands = [Operand(f"mask{i}", x) for i, x in enumerate(arrays.mask)]
-    operands += [Operand(f"dense{i}", x) for i, x in enumerate(arrays.dense)]
-    operands += [Operand(f"bias{i}", x) for i, x in enumerate(arrays.bias)]
-    operands += [Operand(name, getattr(arrays, name)) for name in ("table", "array", "dropout")
-                 if getattr(arrays, name) is not None]  # fmt: skip
-    return operands
+    groups = {name: x for name, x in arrays._asdict().items() if isinstance(x, tuple)}
+    single = {name: x for name, x in arrays._asdict().items() if x is not None and name not in (*groups, "sinks")}
+    return [
+        *(Operand(f"{name}{i}", x) for name, each in groups.items() for i, x in enumerate(each)),
+        *(Operand(name, x) for name, x in single.items()),
+    ]

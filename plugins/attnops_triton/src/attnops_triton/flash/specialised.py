@@ -22,33 +22,20 @@ _TRITON = (3, 9)
 
 
 class CallFacts(NamedTuple):
-    """The facts that decide whether specialised kernels serve a call.
+    """The facts that decide whether specialised kernels serve a call."""
 
-    Attributes:
-        dtype: the dtype of query, key and value. float32 is served only in the interpreter.
-        head_dim: D.
-        value_head_dim: Dv.
-        lengths: T and S.
-        mask_per_score: whether the mask has an element per score: an array of T × S elements, or bits.
-        bias: whether there is a bias.
-        dropout: whether there is dropout.
-        may_be_fully_masked: whether tokens may be fully masked. Specialised kernels can't zero them in shared memory.
-        is_partial: whether it is a partial softmax.
-        sets_tile_sizes: whether the metadata sets tile sizes.
-        interpret: whether kernels are interpreted.
-    """
-
-    dtype: str
-    head_dim: int
-    value_head_dim: int
-    lengths: tuple[int, int]
-    mask_per_score: bool
+    dtype: str  # the dtype of query, key and value. float32 is served only in the interpreter
+    head_dim: int  # D
+    value_head_dim: int  # Dv
+    lengths: tuple[int, int]  # T and S
+    mask_per_score: bool  # whether the mask has an element per score: an array of T × S elements, or bits
     bias: bool
     dropout: bool
+    # Whether tokens may be fully masked. Specialised kernels can't zero them in shared memory.
     may_be_fully_masked: bool
-    is_partial: bool
-    sets_tile_sizes: bool
-    interpret: bool
+    is_partial: bool  # whether the result is a partial softmax
+    sets_tile_sizes: bool  # whether the metadata sets tile sizes
+    interpret: bool  # whether kernels run in the interpreter
 
 
 def why_plain(arch: str, facts: CallFacts) -> str:

@@ -80,17 +80,12 @@ class TileSchedule(Foldable):
 
 
 class EveryTile(NamedTuple):
-    """The coverage of every tile.
+    """The coverage of every tile."""
 
-    Attributes:
-        coverage: int8 [B or 1, H or 1, tiles of q, tiles of kv].
-        words: int32 [tiles, bq, words per query], the bits of active tiles; None unless the plan has a bit mask.
-        numbers: int32 [B or 1, H or 1, tiles of q, tiles of kv], the index of a tile in ``words``.
-    """
-
-    coverage: Array
+    coverage: Array  # int8 [B or 1, H or 1, tiles of q, tiles of kv]
+    # int32 [tiles, bq, words per query], the bits of active tiles; None unless the plan has a bit mask.
     words: Array | None
-    numbers: Array | None
+    numbers: Array | None  # int32 [B or 1, H or 1, tiles of q, tiles of kv], the index of a tile in ``words``
 
 
 class ScheduleLayout(enum.Enum):
@@ -207,16 +202,10 @@ def _rank(coverage: Array) -> Array:
 
 
 class TileSchedules(NamedTuple):
-    """The schedules of all kernels.
+    """The schedules of all kernels."""
 
-    Attributes:
-        forward: by tiles of queries.
-        by_query: by tiles of queries, for dq; None if it equals ``forward``, or if the kernel for dk and dv adds dq.
-        by_key: by tiles of keys.
-        by_score: every tile, for the gradients of an array or table bias; None without one.
-    """
-
-    forward: TileSchedule
+    forward: TileSchedule  # by tiles of queries
+    # By tiles of queries, for dq; None if it equals ``forward``, or if the kernel for dk and dv adds dq.
     by_query: TileSchedule | None
-    by_key: TileSchedule
-    by_score: EveryTile | None
+    by_key: TileSchedule  # by tiles of keys
+    by_score: EveryTile | None  # every tile, for the gradients of an array or table bias; None without one

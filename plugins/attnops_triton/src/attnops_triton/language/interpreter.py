@@ -137,17 +137,11 @@ def _unwritten(shape: jax.ShapeDtypeStruct) -> NumpyArray:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """Elements that a program loaded together.
+    """Elements that a program loaded together."""
 
-    Attributes:
-        array: the index of the array among the kernel's pointers.
-        first: the offset in bytes of each element in the array.
-        size: bytes per element.
-    """
-
-    array: int
-    first: NumpyArray
-    size: int
+    array: int  # the index of the array among the kernel's pointers
+    first: NumpyArray  # the offset in bytes of each element in the array
+    size: int  # bytes per element
 
 
 @contextlib.contextmanager
@@ -170,18 +164,11 @@ _listed: list[tuple[str, Loaded]] | None = None
 
 @dataclasses.dataclass(frozen=True)
 class _Listing:
-    """The interpreter's functions on memory, which list loads.
+    """The interpreter's functions on memory, which list loads."""
 
-    Attributes:
-        functions: those that it calls.
-        name: the name of the kernel.
-        arrays: its arrays.
-        found: the list.
-    """
-
-    functions: Any
-    name: str
-    arrays: list[NumpyArray]
+    functions: Any  # those that it calls
+    name: str  # the kernel's
+    arrays: list[NumpyArray]  # the kernel's
     found: list[tuple[str, Loaded]]
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Kernels as functions in Triton's language, and the lines of functions that are generated."""
+"""A kernel and its arguments."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ class KernelFunction:
     """A kernel that is a function in Triton's language or in Gluon, and its options.
 
     The function has three parameters: arrays, integers, and options, a `tl.constexpr`.
-
-    Attributes:
-        function: the function, a `triton.JITFunction`.
-        arrays: the first argument with names in place of pointers, inputs first: nested tuples, None for absent arrays.
-        sizes: the second argument with names in place of integers.
-        options: the third argument, a frozen dataclass; functions among its fields are `triton.JITFunction`s too.
-        scratch: bytes of scratch memory per program; the last pointer is to that of all programs.
     """
 
-    function: Any
+    function: Any  # the function, a `triton.JITFunction`
+    # The first argument with names in place of pointers, inputs first: nested tuples, None for absent arrays.
     arrays: tuple[Any, ...]
-    sizes: tuple[Any, ...]
-    options: Any
-    scratch: int = 0
+    sizes: tuple[Any, ...]  # the second argument with names in place of integers
+    options: Any  # the third argument, a frozen dataclass; functions among its fields are `triton.JITFunction`s too
+    scratch: int = 0  # bytes of scratch memory per program; the last pointer is to that of all programs
 
     @property
     def gluon(self) -> bool:
@@ -117,31 +111,3 @@ def _filled(names: Any, values: dict[str, Any]) -> Any:
         return None if names is None else values[names]
     filled = [_filled(name, values) for name in names]
     return type(names)(*filled) if hasattr(names, "_fields") else tuple(filled)
-
-
-class SourceWriter:
-    """The lines of a function.
-
-    Attributes:
-        lines: the lines.
-    """
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._fresh = 0
-
-    def __call__(self, *lines: str) -> None:
-        """Add lines."""
-        self.lines += [f"    {line}" for line in lines]
-
-    def fresh(self) -> str:
-        """An unused variable name."""
-        self._fresh += 1
-        return f"t{self._fresh}"
-
-
-def number(x: float) -> str:
-    """A number as Triton source."""
-    if isinstance(x, float) and x - x != 0:
-        return f'float("{x}")'
-    return repr(x)

@@ -13,7 +13,6 @@ import numpy as np
 from jax.extend import core as jex
 
 from attnops.kernels import Elementwise
-from attnops_triton.language.source import SourceWriter, number
 
 if TYPE_CHECKING:
     from attnops.typing import Aval, DType, Index, JaxprLike, Leaf, PyTree
@@ -29,6 +28,27 @@ TYPES: Final[Mapping[str, str]] = {
     "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64", "uint8": "tl.uint8", "uint16": "tl.uint16",
     "uint32": "tl.uint32", "uint64": "tl.uint64", "float64": "tl.float64", "bool": "tl.int1",
 }  # fmt: skip
+
+
+class SourceWriter:
+    """The lines of a function.
+
+    Attributes:
+        lines: the lines.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._fresh = 0
+
+    def __call__(self, *lines: str) -> None:
+        """Add lines."""
+        self.lines += [f"    {line}" for line in lines]
+
+    def fresh(self) -> str:
+        """An unused variable name."""
+        self._fresh += 1
+        return f"t{self._fresh}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +202,28 @@ def translate(write: SourceWriter, closed: JaxprLike, inputs: Sequence[str]) -> 
     return [value.text for value in _inline(write, closed.jaxpr, constants, given)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of a mask or of a bias, an array [B or 1, H or 1, T or S or 1]."""
+
+    by_batch: bool
+    by_head: bool
+    axis: str  # "q" if it varies by query, "kv" by key, and "" by neither
+    dtype: Any  # Triton's
+
+
+def describe_values(function: Elementwise | None, of_tokens: bool = False) -> tuple[Value, ...]:
+    """The values of a mask or of a bias. If ``of_tokens``, it is left out whether they vary by batch or head."""
+    import triton.language as tl
+
+    if function is None:
+        return ()
+    dtypes = [tl.int1 if x == jnp.bool_ else getattr(tl, jnp.dtype(x).name) for x in function.dtypes]
+    leading = [("b" in axes and not of_tokens, "h" in axes and not of_tokens) for axes in function.values]
+    axes_of_tokens = [next((x for x in ("q", "kv") if x in axes), "") for axes in function.values]
+    return tuple(Value(*x, axis, dtype) for x, axis, dtype in zip(leading, axes_of_tokens, dtypes, strict=True))
+
+
 @functools.lru_cache(maxsize=1024)
 def mask_function(mask: Elementwise, arrays: int, gluon: bool = False) -> Any:
     """A mask as a function in Triton's language, or in Gluon, of b, h, q, kv, its values, and ``arrays`` booleans."""
@@ -231,6 +273,13 @@ def _function(write: SourceWriter, head: str, result: str, gluon: bool) -> Any:
     from attnops_triton.language.compat import jitted
 
     return jitted(head.partition("(")[0], "\n".join([f"def {head}:", *write.lines, f"    return {result}", ""]), gluon)
+
+
+def number(x: float) -> str:
+    """A number as Triton source."""
+    if isinstance(x, float) and x - x != 0:
+        return f'float("{x}")'
+    return repr(x)
 
 
 def _literal(value: Leaf, dtype: DType) -> Expression:

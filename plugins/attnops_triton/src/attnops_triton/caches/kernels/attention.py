@@ -13,6 +13,7 @@ from attnops_triton.caches.kernels.result import output_rows, store_partial, sto
 from attnops_triton.caches.kernels.scores import allowed, apply_score, load_values
 from attnops_triton.caches.kernels.storage import columns_of, load_scales, load_tokens, locate_tile, mask_of
 from attnops_triton.caches.kernels.write import write_tokens
+from attnops_triton.flash.kernels.scores import new_maximum
 
 
 class Program(NamedTuple):
@@ -197,17 +198,12 @@ def attend(x, n, program, q, factor, biases, masks, state, start, options: tl.co
     if masked:
         s = tl.where(ok, s, float("-inf"))
 
-    m = tl.maximum(state.m, tl.reduce(s, 1, largest))
-    below = m
-    if masked or options.has_bias:
-        # If all scores so far are masked, m is −inf, and −inf − −inf would be NaN.
-        below = tl.where(m == float("-inf"), 0.0, m)
+    m, below, alpha = new_maximum(s, state.m, masked, options)
     if options.has_bias or options.precision is not None:
         # Exact: with large biases a difference of products would not be.
         p = tl.exp2((s - below[:, None]) * options.unit)
     else:
         p = tl.exp2(s * options.unit - (below * options.unit)[:, None])
-    alpha = tl.exp2((state.m - below) * options.unit)
     l = state.l * alpha + tl.reduce(p, 1, total)
 
     if options.is_latent:

@@ -8,6 +8,7 @@ from triton.language.standard import _elementwise_max as largest
 from triton.language.standard import _sum_combine as total
 
 from attnops_triton.caches.kernels.storage import columns_of, mask_of
+from attnops_triton.flash.kernels.scores import denominator
 from attnops_triton.flash.plan import LN2 as _LN2
 
 LN2 = tl.constexpr(_LN2)
@@ -41,7 +42,7 @@ def unscaled(state, i: tl.constexpr, options: tl.constexpr):
 @triton.jit
 def store_result(x, n, program, state, options: tl.constexpr):
     """Divide by the denominator, sinks included, and store output and logsumexp."""
-    scaling, seen_any, lse = denominator(x, state.m, state.l, program.hr, options)
+    scaling, seen_any, lse = normaliser(x, state.m, state.l, program.hr, options)
     stored = program.real
     if options.is_packed:
         stored = stored & seen_any
@@ -66,24 +67,13 @@ def output_rows(n, b, qr, hr, options: tl.constexpr):
 
 
 @triton.jit
-def denominator(x, m, l, hr, options: tl.constexpr):
+def normaliser(x, m, l, hr, options: tl.constexpr):
     """The factor of sums, whether any key is seen, and the logsumexp. Rows that see no key give 0 and −inf."""
-    # Decided by the sum: a NaN score always makes the sum NaN, but not always the maximum.
-    seen_any = l != 0.0
-    m = tl.where(seen_any, m, 0.0)
-    alpha = 1.0
+    sink = None
     if x.sinks is not None:
-        given = tl.load(x.sinks + hr)
-        sink = tl.minimum(given * (1.0 / options.score_unit), 3e38)
-        m_new = tl.maximum(m, sink)
-        alpha = tl.exp2((m - m_new) * options.unit)
-        l = l * alpha + tl.exp2((sink - m_new) * options.unit)
-        l = tl.where((given == given) & (given < float("inf")), l, float("nan"))
-        m = m_new
-    l = tl.where(seen_any, l, 1.0)
-    scaling = tl.where(seen_any, alpha / l, 0.0)
-    lse = tl.where(seen_any, m * options.score_unit + tl.log2(l) * LN2, float("-inf"))
-    return scaling, seen_any, lse
+        sink = tl.load(x.sinks + hr)
+    m, l, scaling, seen_any = denominator(sink, m, l, options)
+    return scaling, seen_any, tl.where(seen_any, m * options.score_unit + tl.log2(l) * LN2, float("-inf"))
 
 
 @triton.jit
@@ -113,7 +103,7 @@ def attnops_ragged_merge(x, n, options: tl.constexpr):
     m = tl.reduce(ms, 0, largest)
     below = tl.where(m == float("-inf"), 0.0, m)
     weights = tl.where(ls != 0.0, tl.exp2((ms - below) * options.unit), 0.0)
-    scaling, seen_any, lse = denominator(x, m, tl.reduce(ls * weights, 0, total), hr, options)
+    scaling, seen_any, lse = normaliser(x, m, tl.reduce(ls * weights, 0, total), hr, options)
     stored = qr < n.T
     if options.G % options.heads > 0:
         stored = stored & (g < options.G)

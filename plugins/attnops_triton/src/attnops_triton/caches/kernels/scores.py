@@ -21,7 +21,7 @@ def load_values(
     values: tl.constexpr = options.masks if of_mask else options.biases
     loaded = ()
     for i in tl.static_range(len(values)):
-        if values[i].by_key == by_key:
+        if (values[i].axis == "kv") == by_key:
             loaded = loaded + (load_value(pointers[i], i, program, kx, n, options, of_mask),)
         elif by_key:
             loaded = loaded + (before[i],)
@@ -35,9 +35,9 @@ def load_value(at, i: tl.constexpr, program, kx, n, options: tl.constexpr, of_ma
     """The value ``i`` of a mask or bias."""
     value: tl.constexpr = options.masks[i] if of_mask else options.biases[i]
     count = 1
-    if value.by_key:
+    if value.axis == "kv":
         count = n.key_axis
-    elif value.by_query:
+    elif value.axis == "q":
         count = n.T
     if value.by_batch:
         if value.by_head:
@@ -46,9 +46,9 @@ def load_value(at, i: tl.constexpr, program, kx, n, options: tl.constexpr, of_ma
             at = at + program.b.to(tl.int64) * count
     if value.by_head:
         at = at + (program.hr * count)[:, None]
-    if value.by_query:
+    if value.axis == "q":
         at = at + program.qr[:, None]
-    if value.by_key:
+    if value.axis == "kv":
         at = at + kx[None, :]
     return tl.load(at).to(value.dtype)
 

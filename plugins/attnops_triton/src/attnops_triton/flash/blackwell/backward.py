@@ -36,47 +36,37 @@ from attnops_triton.flash.kernels.parameters import Sizes
 from attnops_triton.flash.kernels.scores import (
     cap_and_bias_vjp,
     load_values,
-    no_values,
-    recompute_scores,
     score_gradients,
+    score_tile,
+    values_of,
     weights,
 )
 from attnops_triton.flash.kernels.tokens import load_statistic, place_by_key, place_by_query
 
 
 class Memory(NamedTuple):
-    """Tensor memory, and barriers for it. The products s and dp are those of the held arrays and the rings.
+    """Tensor memory, and barriers for it. The products s and dp are those of the held arrays and the rings."""
 
-    Attributes:
-        s, dp: products, weights and gradients of scores.
-        sums: the outputs: to the first the gradients of scores add, times the operand of s; to the second the weights,
-            times that of dp.
-        s_ready, dp_ready: the products are complete.
-        w_ready, ds_ready: a half has written its weights, or its gradients of scores.
-        finished: the sums are complete.
-        written: the outputs are in the held buffers.
-    """
-
-    s: Any
-    dp: Any
+    s: Any  # products, then weights
+    dp: Any  # products, then gradients of scores
+    # The outputs: to the first the gradients of scores add, times the operand of s; to the second the weights, times
+    # that of dp.
     sums: Any
-    s_ready: Any
+    s_ready: Any  # the products are complete
     dp_ready: Any
-    w_ready: Any
-    ds_ready: Any
-    finished: Any
-    written: Any
+    w_ready: Any  # a half has written its weights
+    ds_ready: Any  # a half has written its gradients of scores
+    finished: Any  # the sums are complete
+    written: Any  # the outputs are in the held buffers
 
 
 class Products(NamedTuple):
-    """The state of the warp that issues products: the ring's buffer, its parity, the buffer of the tile before, and the
-    number of tiles so far.
-    """
+    """The state of the warp that issues products."""
 
-    stage: Any
-    phase: Any
-    before: Any
-    done: Any
+    stage: Any  # the ring's buffer
+    phase: Any  # its parity
+    before: Any  # the buffer of the tile before
+    done: Any  # the number of tiles so far
 
 
 @gluon.jit
@@ -175,8 +165,7 @@ def compute_by_query(group: gl.constexpr, x, n, program, shared, options: gl.con
     n = moved_sizes(x, n, options, True)
     edge: gl.constexpr = not options.is_even
     q = tokens(shared.first, n.T, True, options)
-    values = load_values(x, n, program, q, no_values(options), "", False, options)
-    values = load_values(x, n, program, q, values, "q", edge, options)
+    values = values_of(x, n, program, q, "q", edge, options)
     m = load_statistic(x.m, n, program, q, edge, float("inf"), options.layouts.m)
     log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
     delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
@@ -199,7 +188,7 @@ def query_step(
     values = load_values(x, n, program, kv, values, "kv", masked and not options.is_even, options)
     mbarrier.wait(own.s_ready.index(done % 2), done // 2 & 1)
     s = half_of(own.s, done % 2, group, options)
-    scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
+    scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
     p = weights(scores.s, m, log2_sum, options)
     mbarrier.wait(own.dp_ready.index(0), done & 1)
     dp = half_of(own.dp, 0, group, options)
@@ -240,7 +229,7 @@ def key_step(
     lse = statistics.slice(0, 1, 0).slice(group * columns, columns, 1).load(options.scores_layout)
     mbarrier.wait(own.s_ready.index(0), done & 1)
     s = half_of(own.s, 0, group, options)
-    scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
+    scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
     p = gl.exp2(scores.s * options.unit - lse)
     operand(own.s, group, options).store(p.to(options.dtype))
     mbarrier.arrive(own.w_ready.index(group))

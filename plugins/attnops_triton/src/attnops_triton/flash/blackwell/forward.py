@@ -17,7 +17,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_mma
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.language.standard import _elementwise_max as largest
 from triton.language.standard import _sum_combine as total
 
 from attnops_triton.flash.blackwell.memory import allocate, moved, operands
@@ -37,34 +36,28 @@ from attnops_triton.flash.kernels.scores import (
     allowed,
     apply_cap_and_bias,
     denominator,
+    load_sink,
     load_values,
-    no_values,
+    new_maximum,
+    values_of,
     weights,
 )
 from attnops_triton.flash.kernels.tokens import Tokens, place_by_query, store_token
 
 
 class Memory(NamedTuple):
-    """Memory with a copy for each tile of queries, and barriers with one for each.
+    """Memory with a copy for each tile of queries, and barriers with one for each."""
 
-    Attributes:
-        s, acc: tensor memory of scores, and of weights, and of sums.
-        alpha, m, l: the factors of sums, and the statistics, [2, rows].
-        alpha_ready, ml_ready, s_ready: they have been written.
-        w_ready: the weights have been written, and the sums have been rescaled for them.
-        done: the sums are complete.
-    """
-
-    s: Any
-    acc: Any
-    alpha: Any
-    m: Any
+    s: Any  # tensor memory of scores, and of weights
+    acc: Any  # tensor memory of sums
+    alpha: Any  # the factors of sums, [2, rows]
+    m: Any  # the statistics, [2, rows]
     l: Any
-    alpha_ready: Any
-    ml_ready: Any
-    s_ready: Any
-    w_ready: Any
-    done: Any
+    alpha_ready: Any  # alpha has been written
+    ml_ready: Any  # m and l have been written
+    s_ready: Any  # the scores have been written
+    w_ready: Any  # the weights have been written, and the sums have been rescaled for them
+    done: Any  # the sums are complete
 
 
 @gluon.jit
@@ -160,8 +153,7 @@ def multiply(tiles, shared, options: gl.constexpr):
 def compute(group: gl.constexpr, x, n, program, tiles, shared, options: gl.constexpr):
     """The weights of all tiles of keys, and ``m`` and ``l``."""
     q = tokens(shared.first + group * options.rows, n.T, True, options)
-    values = load_values(x, n, program, q, no_values(options), "", False, options)
-    values = load_values(x, n, program, q, values, "q", not options.is_even, options)
+    values = values_of(x, n, program, q, "q", not options.is_even, options)
     own = shared.own
     m = gl.full([options.rows], float("-inf"), gl.float32, options.row_layout)
     l = gl.full([options.rows], 0.0, gl.float32, options.row_layout)
@@ -193,12 +185,7 @@ def step(
         q = Tokens(q.first, index, index[:, None], q.stop)
         if options.has_ok:
             s = gl.where(allowed(x, n, program, q, kv, values, 0, options), s, float("-inf"))
-    m_new = gl.maximum(m, gl.reduce(s, 1, largest))
-    below = m_new
-    if masked:
-        # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
-        below = gl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = gl.exp2((m - below) * options.unit)
+    m, below, alpha = new_maximum(s, m, masked, options)
     own.alpha.index(group).store(alpha)
     mbarrier.arrive(own.alpha_ready.index(group))
     p = weights(s, below, None, options)
@@ -206,7 +193,7 @@ def step(
     w = operands(own.s.index(group), options.columns, options).slice(0, options.columns)
     w.store(p.to(options.dtype))
     mbarrier.arrive(own.w_ready.index(group))
-    return m_new, l, phase ^ 1
+    return m, l, phase ^ 1
 
 
 @gluon.jit
@@ -230,7 +217,7 @@ def correct(x, n, program, tiles, shared, options: gl.constexpr):
         mbarrier.wait(own.ml_ready.index(half), 0)
         m = own.m.index(half).load(options.sums_row_layout)
         l = own.l.index(half).load(options.sums_row_layout)
-        m, l, factor, seen = denominator(x, n, program, m, l, options)
+        m, l, factor, seen = denominator(load_sink(x, n, program, options), m, l, options)
         first = shared.first + half * options.rows
         index = first + gl.arange(0, options.rows, layout=options.sums_row_layout)
         q = Tokens(first, index, index, n.T)

@@ -36,45 +36,33 @@ from attnops_triton.flash.hopper.shared import (
     values_of_head,
 )
 from attnops_triton.flash.hopper.steps import new_product, no_sums, operand, store_sums
-from attnops_triton.flash.kernels.scores import cap_and_bias_vjp, load_values, recompute_scores, score_gradients
+from attnops_triton.flash.kernels.scores import cap_and_bias_vjp, load_values, score_gradients, score_tile
 from attnops_triton.flash.kernels.tokens import place_by_key
 
 
 class FusedDq(NamedTuple):
-    """What a fused dq needs.
+    """What a fused dq needs."""
 
-    Attributes:
-        ds, ds_ready: the score gradients of two tiles, for both partitions, and their barrier.
-        map, tile, ready, free: the tensor map of dq, a buffer of each partition, and their barriers.
-        keys, keys_ready: half the columns of half the keys each, a `Held` array [4, rows, D / 2], and their barrier; 0
-            if the buffer of keys can be sliced.
-        done: barriers of the buffers of dk and of dv.
-    """
-
-    ds: Any
-    ds_ready: Any
-    map: Any
-    tile: Any
-    ready: Any
+    ds: Any  # the score gradients of two tiles, for both partitions
+    ds_ready: Any  # their barrier
+    map: Any  # the tensor map of dq
+    tile: Any  # a buffer of each partition
+    ready: Any  # barriers of these buffers
     free: Any
+    # Half the columns of half the keys each, a `Held` array [4, rows, D / 2], and their barrier; 0 if the buffer of
+    # keys can be sliced.
     keys: Any
     keys_ready: Any
-    done: Any
+    done: Any  # barriers of the buffers of dk and of dv
 
 
 class State(NamedTuple):
-    """The sums so far, [rows, D].
+    """The sums so far."""
 
-    Attributes:
-        dk, dv: the sums.
-        stage, phase: the current buffer and the parity of its barriers; with a fused dq the number of tiles so far,
-            and 0.
-    """
-
-    dk: Any
+    dk: Any  # [rows, D]
     dv: Any
-    stage: Any
-    phase: Any
+    stage: Any  # the current buffer; with a fused dq the number of tiles so far
+    phase: Any  # the parity of its barriers; with a fused dq 0
 
 
 @gluon.jit
@@ -167,7 +155,7 @@ def step(
     dp = warpgroup_mma(v.tile.index(group), cotangents.permute([1, 0]), dp, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     lse = statistics.slice(0, 1, 0).load(options.scores_layout)
-    scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
+    scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
     p = gl.exp2(scores.s * options.unit - lse)
     w = operand(p, options)
     dv = warpgroup_mma(w, cotangents, state.dv, is_async=True)

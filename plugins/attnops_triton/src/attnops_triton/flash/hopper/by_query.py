@@ -23,9 +23,9 @@ from attnops_triton.flash.hopper.steps import new_product, no_sums, operand, sto
 from attnops_triton.flash.kernels.scores import (
     cap_and_bias_vjp,
     load_values,
-    no_values,
-    recompute_scores,
     score_gradients,
+    score_tile,
+    values_of,
     weights,
 )
 from attnops_triton.flash.kernels.tokens import load_statistic, place_by_query
@@ -47,9 +47,8 @@ def attnops_flash_backward_query(x, n, options: gl.constexpr):
 def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     """Dq of half the queries."""
     q = tokens(shared.first + group * options.rows, n.T, True, options)
-    values = load_values(x, n, program, q, no_values(options), "", False, options)
-    values = load_values(x, n, program, q, values, "q", not options.is_even, options)
     edge: gl.constexpr = not options.is_even
+    values = values_of(x, n, program, q, "q", edge, options)
     m = load_statistic(x.m, n, program, q, edge, float("inf"), options.layouts.m)
     log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
     delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
@@ -80,7 +79,7 @@ def step(
     mbarrier.wait(v.ready.index(stage), phase)
     dp = new_product(d_out.tile.index(group), v.tile.index(stage).permute([1, 0]), options)
     s = warpgroup_mma_wait(1, deps=[s])
-    scores = recompute_scores(x, n, program, q, kv, s, values, 0, masked, options)
+    scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
     p = weights(scores.s, m, log2_sum, options)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(v.free.index(stage))

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.standard import _elementwise_max as largest
 from triton.language.standard import _sum_combine as total
 
 from attnops_triton.flash.hopper.shared import (
@@ -28,34 +27,27 @@ from attnops_triton.flash.hopper.shared import (
 )
 from attnops_triton.flash.hopper.steps import fill, new_product, no_sums, operand
 from attnops_triton.flash.kernels.scores import (
-    allowed,
-    apply_cap_and_bias,
     denominator,
+    load_sink,
     load_values,
-    no_values,
+    new_maximum,
+    score_tile,
+    values_of,
     weights,
 )
 from attnops_triton.flash.kernels.tokens import place_by_query, store_token
 
 
 class State(NamedTuple):
-    """The online softmax so far.
+    """The online softmax so far."""
 
-    Attributes:
-        m, l: the maximum and the denominator, [rows].
-        acc: the sums of values, [rows, D], without the last tile's.
-        w: the last tile's weights.
-        stage, phase: the last tile's buffer, and the parity of its barriers.
-        turn: the parity of the turn's barrier.
-    """
-
-    m: Any
-    l: Any
-    acc: Any
-    w: Any
-    stage: Any
-    phase: Any
-    turn: Any
+    m: Any  # the maximum, [rows]
+    l: Any  # the denominator, [rows]
+    acc: Any  # the sums of values, [rows, D], without the last tile's
+    w: Any  # the last tile's weights
+    stage: Any  # the last tile's buffer
+    phase: Any  # the parity of its barriers
+    turn: Any  # the parity of the turn's barrier
 
 
 @gluon.jit
@@ -77,8 +69,7 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
 def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     """The output of half the queries."""
     q = tokens(shared.first + group * options.rows, n.T, True, options)
-    values = load_values(x, n, program, q, no_values(options), "", False, options)
-    values = load_values(x, n, program, q, values, "q", not options.is_even, options)
+    values = values_of(x, n, program, q, "q", not options.is_even, options)
     tiles = find_tiles(x, n, program, options)
     k, v = shared.rings
     m = gl.full([options.rows], float("-inf"), gl.float32, options.row_layout)
@@ -105,7 +96,7 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
         acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
         m = state.m
         l = state.l
-    m, l, factor, seen = denominator(x, n, program, m, l, options)
+    m, l, factor, seen = denominator(load_sink(x, n, program, options), m, l, options)
     acc = acc * gl.convert_layout(factor, options.sums_row_layout)[:, None]
     out = shared.held[0].tile.index(group)
     fill(out, acc, options)
@@ -146,14 +137,7 @@ def step(
 @gluon.jit
 def softmax(x, n, program, q, kv, s, m, l, values, options: gl.constexpr, masked: gl.constexpr):
     """``m`` and ``l`` with a tile's products, the factor of earlier sums, and the tile's weights."""
-    s = apply_cap_and_bias(x, n, program, q, kv, s, values, options)[0]
-    if masked and options.has_ok:
-        s = gl.where(allowed(x, n, program, q, kv, values, 0, options), s, float("-inf"))
-    m_new = gl.maximum(m, gl.reduce(s, 1, largest))
-    below = m_new
-    if masked:
-        # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
-        below = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = weights(s, below, None, options)
-    alpha = gl.exp2((m - below) * options.unit)
-    return m_new, l * alpha + gl.reduce(p, 1, total), alpha, p
+    scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
+    m, below, alpha = new_maximum(scores.s, m, masked, options)
+    p = weights(scores.s, below, None, options)
+    return m, l * alpha + gl.reduce(p, 1, total), alpha, p

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from attnops_triton.flash.kernels.parameters import KernelOptions
-from attnops_triton.flash.kernels.scores import load_values, no_values
+from attnops_triton.flash.kernels.scores import values_of
 from attnops_triton.flash.kernels.tokens import Program, Tokens, column, find_row, full_tiles, partial_tiles
 
 
@@ -105,69 +105,43 @@ class PartitionedOptions(KernelOptions):
 
 
 class Held(NamedTuple):
-    """An array of which a program keeps its rows.
+    """An array of which a program keeps its rows."""
 
-    Attributes:
-        map: the tensor map.
-        tile: [copies, rows, D].
-    """
-
-    map: Any
-    tile: Any
+    map: Any  # the tensor map
+    tile: Any  # [copies, rows, D]
 
 
 class Ring(NamedTuple):
-    """An array that is streamed through a ring of buffers.
+    """An array that is streamed through a ring of buffers."""
 
-    Attributes:
-        map: the tensor map.
-        tile: [stages, tokens, D].
-        ready, free: barriers of each buffer.
-    """
-
-    map: Any
-    tile: Any
-    ready: Any
+    map: Any  # the tensor map
+    tile: Any  # [stages, tokens, D]
+    ready: Any  # barriers of each buffer
     free: Any
 
 
 class Shared(NamedTuple):
-    """What the partitions share.
+    """What the partitions share."""
 
-    Attributes:
-        first: the first token that the program holds.
-        held: the `Held` arrays: q; q and d_out; or k and v.
-        ready: a barrier for each computing partition's rows.
-        rings: two `Ring`s, in the order of use: k and v; or q and d_out.
-        maps: the tensor map of each output; 0 for those that pointers store.
-        statistics: for the kernel by keys, a `Held` array [stages, 2, queries] of the logsumexp to base 2 in one term
-            and delta. It is copied together with q, and counted by its barriers.
-        own: what one kernel needs.
-    """
-
-    first: Any
-    held: Any
-    ready: Any
-    rings: Any
-    maps: Any
+    first: Any  # the first token that the program holds
+    held: Any  # the `Held` arrays: q; q and d_out; or k and v
+    ready: Any  # a barrier for each computing partition's rows
+    rings: Any  # two `Ring`s, in the order of use: k and v; or q and d_out
+    maps: Any  # the tensor map of each output; 0 for those that pointers store
+    # For the kernel by keys, a `Held` array [stages, 2, queries] of the logsumexp to base 2 in one term and delta. It
+    # is copied together with q, and counted by its barriers.
     statistics: Any
-    own: Any
+    own: Any  # what one kernel needs
 
 
 class Tiles(NamedTuple):
-    """The active tiles of a row: PARTIAL ones come first.
+    """The active tiles of a row: PARTIAL ones come first."""
 
-    Attributes:
-        row: the row.
-        full_start, partial_start: the first FULL and the first PARTIAL tile.
-        partials, count: the number of PARTIAL tiles, and of all.
-    """
-
-    row: Any
-    full_start: Any
-    partial_start: Any
-    partials: Any
-    count: Any
+    row: Any  # the row
+    full_start: Any  # the first FULL tile
+    partial_start: Any  # the first PARTIAL tile
+    partials: Any  # the number of PARTIAL tiles
+    count: Any  # the number of all
 
 
 @gluon.jit
@@ -398,8 +372,7 @@ def nothing(x, n, program, given, options: gl.constexpr):
 @gluon.jit
 def values_of_head(x, n, program, kv, options: gl.constexpr):
     """The held keys, and the `Values` per head and per key."""
-    values = load_values(x, n, program, kv, no_values(options), "", False, options)
-    return kv, load_values(x, n, program, kv, values, "kv", not options.is_even, options)
+    return kv, values_of(x, n, program, kv, "kv", not options.is_even, options)
 
 
 @gluon.jit

@@ -16,10 +16,10 @@ from attnops_triton.flash.kernels.scores import (
     cap_and_bias_vjp,
     dropout,
     load_values,
-    no_values,
     product,
-    recompute_scores,
     score_gradients,
+    score_tile,
+    values_of,
     weights,
     zero_masked_tokens,
 )
@@ -75,8 +75,7 @@ def load_queries(x, n, program, q, edge: tl.constexpr, options: tl.constexpr):
     """
     rows = load_rows(x.q, n, program, q, options.layouts.q.bit, True, False, edge, options)
     d_out = load_rows(x.d_out, n, program, q, options.layouts.d_out.bit, True, True, edge, options)
-    values = load_values(x, n, program, q, no_values(options), "", False, options)
-    values = load_values(x, n, program, q, values, "q", edge, options)
+    values = values_of(x, n, program, q, "q", edge, options)
     m = load_statistic(x.m, n, program, q, edge, float("inf"), options.layouts.m)
     log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
     delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
@@ -94,7 +93,7 @@ def tile_gradients(
     s = product(rows, k, options)
     v = load_rows(x.v, n, program, kv, options.layouts.v.bit, False, True, edge, options)
     dp = product(d_out, v, options)
-    scores = recompute_scores(x, n, program, q, kv, s, values, bits_at, masked, options)
+    scores = score_tile(x, n, program, q, kv, s, values, bits_at, masked, options)
     p = weights(scores.s, m, log2_sum, options)
     keep = True
     if x.dropout is not None:
@@ -127,8 +126,7 @@ def attnops_flash_backward_key(x, n, options: tl.constexpr):
 @triton.jit
 def add_heads(x, n, program, kv, k, v, dk, dv, options: tl.constexpr):
     """The sums after the program's query head, or all of its kv head if ``options.flat``."""
-    values = load_values(x, n, program, kv, no_values(options), "", False, options)
-    values = load_values(x, n, program, kv, values, "kv", not options.is_even, options)
+    values = values_of(x, n, program, kv, "kv", not options.is_even, options)
     sums = (dk, dv, no_bias_sums(options.bk, options))
     dk, dv, d_bias = over_tiles(add_to_keys, sums, x, n, program, kv, (k, v), values, options)
     for i in tl.static_range(len(options.wanted)):
@@ -150,7 +148,7 @@ def add_to_keys(
     # Loaded where they are used, which saves registers. The pipeline still fetches them a tile ahead.
     m = load_statistic(x.m, n, program, q, edge, float("inf"), options.layouts.m)
     log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
-    scores = recompute_scores(x, n, program, q, kv, s, values, bits_at, masked, options)
+    scores = score_tile(x, n, program, q, kv, s, values, bits_at, masked, options)
     p = weights(scores.s, m, log2_sum, options)
     d_out = load_rows(x.d_out, n, program, q, options.layouts.d_out.bit, True, True, edge, options)
     if masked:

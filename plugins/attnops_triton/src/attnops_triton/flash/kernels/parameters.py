@@ -2,106 +2,63 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import triton.language as tl
 
 from attnops.dropout import dropout_threshold, spread_of_keys
-from attnops.kernels import Elementwise
 from attnops_triton.flash.bits import WORD
-from attnops_triton.flash.operands import Operand
+from attnops_triton.flash.operands import Arrays, Operand
 from attnops_triton.flash.plan import LOG2E, FlashPlan, TileSizes, cdiv
 from attnops_triton.flash.sizes import is_even
-from attnops_triton.language.translate import mask_function, score_function, score_vjp_function
+from attnops_triton.language.translate import Value, describe_values, mask_function, score_function, score_vjp_function
 
 # Inputs without a head axis after the batch axis.
 _WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
 
+# Pointers, inputs before outputs.
+_POINTERS: Final = (
+    "q", "k", "v", "d_out", "m", "log2_sum", "delta",  # of `attnops_triton.flash.backward.Inputs`
+    "statistics",  # [B, H, 2, padded], the logsumexp to base 2 and delta, for specialised kernels
+    *Arrays._fields,
+    "ranges", "columns", "words", "first",  # of `attnops_triton.flash.tile_schedule.TileSchedule`
+    "coverage", "numbers",  # of `attnops_triton.flash.tile_schedule.EveryTile`
+    "dq_before",  # zeros, to which dq is added in place
+    "out", "m_out", "log2_sum_out",  # of the forward pass
+    "dq", "dk", "dv",
+    "dq_bias", "dk_bias",  # the gradients of the bias's values, [B, H, T] and [B, H, S] each
+    "d_array", "sums",  # the gradients of the bias by score and by distance
+    "scratch",  # memory for the tensor maps of all programs
+)  # fmt: skip
+_GROUPS: Final = ("mask", "dense", "bias", "dq_bias", "dk_bias")
 
-class Pointers(NamedTuple):
-    """The first parameter: pointers, inputs before outputs; None or empty for arrays that a call does not have.
-
-    Attributes:
-        q, k, v, d_out, m, log2_sum, delta: those of `attnops_triton.flash.backward.Inputs`.
-        statistics: [B, H, 2, padded], the logsumexp to base 2 and delta, for specialised kernels.
-        mask, dense, bias, table, array, sinks, dropout: those of `attnops_triton.flash.operands.Arrays`.
-        ranges, columns, words, first: those of `attnops_triton.flash.tile_schedule.TileSchedule`.
-        coverage, numbers: those of `attnops_triton.flash.tile_schedule.EveryTile`.
-        dq_before: zeros, to which dq is added in place.
-        out, m_out, log2_sum_out: outputs of the forward pass.
-        dq, dk, dv: gradients.
-        dq_bias, dk_bias: gradients of the bias's values, [B, H, T] and [B, H, S] each.
-        d_array, sums: gradients of the bias by score and by distance.
-        scratch: memory for the tensor maps of all programs.
-    """
-
-    q: Any = None
-    k: Any = None
-    v: Any = None
-    d_out: Any = None
-    m: Any = None
-    log2_sum: Any = None
-    delta: Any = None
-    statistics: Any = None
-    mask: tuple[Any, ...] = ()
-    dense: tuple[Any, ...] = ()
-    bias: tuple[Any, ...] = ()
-    table: Any = None
-    array: Any = None
-    sinks: Any = None
-    dropout: Any = None
-    ranges: Any = None
-    columns: Any = None
-    words: Any = None
-    first: Any = None
-    coverage: Any = None
-    numbers: Any = None
-    dq_before: Any = None
-    out: Any = None
-    m_out: Any = None
-    log2_sum_out: Any = None
-    dq: Any = None
-    dk: Any = None
-    dv: Any = None
-    dq_bias: tuple[Any, ...] = ()
-    dk_bias: tuple[Any, ...] = ()
-    d_array: Any = None
-    sums: Any = None
-    scratch: Any = None
+# The first parameter. Pointers are None for arrays that a call does not have; groups are tuples of pointers.
+Pointers = collections.namedtuple("Pointers", _POINTERS, defaults=[() if x in _GROUPS else None for x in _POINTERS])
 
 
 class Sizes(NamedTuple):
-    """The second parameter: integers; None for those that a kernel does not use.
-
-    Attributes:
-        T, S: the lengths.
-        batched: one bit per input, by `ArrayLayout.bit`: whether it has a batch axis, or all batches share it.
-        inner: the batch index of masks and biases is below it (`FlashPlan.inner`).
-        rows, heads, together: rows of tiles, heads of all batches, and how many heads are neighbours (`place`).
-        map_batch, width: batches of the block map are ``map_batch`` maps apart; columns listed per row.
-        full_start, full_stop, partial_start, partial_stop: the tiles of each row without a mask
-            (`TileSchedule.constant`).
-        padded, statistics_rows: the shape of ``statistics``.
-        columns, batches: columns of tiles, and batches that a program adds, for gradients of biases by score.
-    """
+    """The second parameter: integers; None for those that a kernel does not use."""
 
     T: Any
     S: Any
-    batched: Any
-    inner: Any = None
-    rows: Any = None
-    heads: Any = None
-    together: Any = None
-    map_batch: Any = None
-    width: Any = None
+    batched: Any  # one bit per input, by `ArrayLayout.bit`: whether it has a batch axis, or all batches share it
+    inner: Any = None  # the batch index of masks and biases is below it (`FlashPlan.inner`)
+    rows: Any = None  # rows of tiles
+    heads: Any = None  # heads of all batches
+    together: Any = None  # how many heads are neighbours (`locate`)
+    map_batch: Any = None  # the maps between those of two batches in the block map
+    width: Any = None  # columns listed per row
+    # The tiles of each row without a mask (`TileSchedule.constant`).
     full_start: Any = None
     full_stop: Any = None
     partial_start: Any = None
     partial_stop: Any = None
+    # The shape of ``statistics``.
     padded: Any = None
     statistics_rows: Any = None
+    # For gradients of biases by score: columns of tiles, and batches that a program adds.
     columns: Any = None
     batches: Any = None
 
@@ -127,55 +84,28 @@ class ArrayLayout(int):
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """A value of a mask or a bias, an array [B or 1, H or 1, n].
-
-    Attributes:
-        axis: "q" if n is T, "kv" if it is S, and "" if it is 1.
-        is_bool: whether it is a boolean.
-        dtype: the dtype to convert it to; None for its own.
-    """
-
-    axis: str
-    is_bool: bool
-    dtype: Any
-
-
-@dataclasses.dataclass(frozen=True)
 class KernelOptions:
-    """The third parameter, a `tl.constexpr`: what code is left out, and the sizes of tiles.
+    """The third parameter, a `tl.constexpr`: what code is left out, and the sizes of tiles."""
 
-    Attributes:
-        plan: the plan without lengths, batch, mask and bias, with ``tiles`` for all kernels.
-        tiles: the tile sizes of the kernel.
-        is_even: whether the tile sizes divide the lengths, so that no tile reaches beyond the last token.
-        scales_first, score_unit, has_bias, splits_groups: those of the plan and its scoring.
-        mask, score, score_vjp: functions of `attnops_triton.language.translate`; None for none.
-        masks, biases: the values of mask and bias.
-        layouts: by array, its `ArrayLayout`.
-        transposed: whether a tile is [keys, queries] instead of [queries, keys].
-        map_by_head: whether the block map has several heads.
-        wanted: places of the bias's gradients to compute, in the results of ``score_vjp``.
-        flat: whether one loop iterates over both tiles and the query heads of a kv head, in the kernel by keys.
-    """
-
-    plan: FlashPlan
-    tiles: TileSizes
-    is_even: bool
+    plan: FlashPlan  # without lengths, batch, mask and bias, and with ``tiles`` for all kernels
+    tiles: TileSizes  # those of the kernel
+    is_even: bool  # whether the tile sizes divide the lengths, so that no tile reaches beyond the last token
+    # Those of the plan and its scoring.
     scales_first: bool
     score_unit: float
     has_bias: bool
     splits_groups: bool
+    # Functions of `attnops_triton.language.translate`; None for none.
     mask: Any
     score: Any
     score_vjp: Any
-    masks: tuple[Value, ...]
+    masks: tuple[Value, ...]  # the values of the mask and of the bias
     biases: tuple[Value, ...]
-    layouts: Pointers
-    transposed: bool = False
-    map_by_head: bool = False
-    wanted: tuple[int, ...] = ()
-    flat: bool = False
+    layouts: Pointers  # an `ArrayLayout` for each input
+    transposed: bool = False  # whether a tile is [keys, queries] instead of [queries, keys]
+    map_by_head: bool = False  # whether the block map has several heads
+    wanted: tuple[int, ...] = ()  # places of the bias's gradients to compute, in the results of ``score_vjp``
+    flat: bool = False  # whether one loop has both tiles and the query heads of a kv head, in the kernel by keys
 
     @property
     def bq(self) -> int:
@@ -320,7 +250,8 @@ def options_of(
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),
         score=score_function(scoring.bias, scoring.cap, gluon),
         score_vjp=score_vjp_function(scoring.bias) if differentiates and scoring.bias is not None else None,
-        masks=_values(scoring.mask), biases=_values(scoring.bias), layouts=grouped(layouts), **others,
+        masks=describe_values(scoring.mask, of_tokens=True), biases=describe_values(scoring.bias, of_tokens=True),
+        layouts=grouped(layouts), **others,
     )  # fmt: skip
 
 
@@ -331,14 +262,3 @@ def grouped(named: list[tuple[str, Any]]) -> Pointers:
         group = name.rstrip("0123456789")
         fields[group] = (*fields.get(group, ()), x) if group != name else x
     return Pointers(**fields)
-
-
-def _values(function: Elementwise | None) -> tuple[Value, ...]:
-    if function is None:
-        return ()
-    found = []
-    for axes, dtype in zip(function.values, map(np.dtype, function.dtypes), strict=True):
-        axis = next((x for x in ("q", "kv") if x in axes), "")
-        narrow = None if dtype == np.bool_ or dtype.itemsize == 4 else getattr(tl, dtype.name)
-        found.append(Value(axis, dtype == np.bool_, narrow))
-    return tuple(found)

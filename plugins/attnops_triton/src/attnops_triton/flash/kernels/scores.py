@@ -18,38 +18,33 @@ from attnops_triton.flash.kernels.tokens import base, by_key, by_query, load_tok
 
 
 class Values(NamedTuple):
-    """Values of a tile, each a number or broadcasting to the tile; 0 for those that are not loaded yet.
+    """Values of a tile, each a number or broadcasting to the tile; 0 for those that are not loaded yet."""
 
-    Attributes:
-        masks, biases: those of the mask and of the bias.
-        dropout: the hash of each query.
-    """
-
-    masks: Any
-    biases: Any
-    dropout: Any
+    masks: Any  # those of the mask
+    biases: Any  # those of the bias
+    dropout: Any  # the hash of each query
 
 
 class Scores(NamedTuple):
-    """Scores and what their gradients need.
+    """Scores and what their gradients need."""
 
-    Attributes:
-        s: the scores, −inf where masked.
-        unbiased: the scores without bias.
-        curve: the hyperbolic tangent of the soft cap.
-        ok: where scores are not masked; True without a mask.
-    """
-
-    s: Any
-    unbiased: Any
-    curve: Any
-    ok: Any
+    s: Any  # the scores, −inf where masked
+    unbiased: Any  # the scores without bias
+    curve: Any  # the hyperbolic tangent of the soft cap
+    ok: Any  # where scores are not masked; True without a mask
 
 
 @triton.jit
 def no_values(options: tl.constexpr):
     """`Values` before any are loaded."""
     return Values(zero_each(len(options.masks)), zero_each(len(options.biases)), 0)
+
+
+@triton.jit
+def values_of(x, n, program, tokens, axis: tl.constexpr, edge: tl.constexpr, options: tl.constexpr):
+    """The `Values` per head, and those of the axis of a program's own tokens."""
+    values = load_values(x, n, program, tokens, no_values(options), "", False, options)
+    return load_values(x, n, program, tokens, values, axis, edge, options)
 
 
 @triton.jit
@@ -107,11 +102,7 @@ def load_value(
         loaded = by_query(load_token(array, n, program, tokens, layout, edge), options)
     else:
         loaded = by_key(load_token(array, n, program, tokens, layout, edge), options)
-    if value.is_bool:
-        loaded = loaded != 0
-    elif value.dtype is not None:
-        loaded = loaded.to(value.dtype)
-    return loaded
+    return loaded.to(value.dtype)
 
 
 @triton.jit
@@ -207,8 +198,8 @@ def allowed(x, n, program, q, kv, values, bits_at, options: tl.constexpr):
 
 
 @triton.jit
-def recompute_scores(x, n, program, q, kv, s, values, bits_at, masked: tl.constexpr, options: tl.constexpr):
-    """The `Scores` of products in the backward pass."""
+def score_tile(x, n, program, q, kv, s, values, bits_at, masked: tl.constexpr, options: tl.constexpr):
+    """The `Scores` of products."""
     ok = True
     if masked:
         if options.has_ok:
@@ -222,6 +213,19 @@ def recompute_scores(x, n, program, q, kv, s, values, bits_at, masked: tl.conste
         if options.has_ok:
             s = tl.where(ok, s, float("-inf"))
     return Scores(s, unbiased, curve, ok)
+
+
+@triton.jit
+def new_maximum(s, m, masked: tl.constexpr, options: tl.constexpr):
+    """The maximum of each query after a tile of scores, what its scores are compared with, and the factor of earlier
+    sums.
+    """
+    m_new = tl.maximum(m, tl.reduce(s, 1, largest))
+    below = m_new
+    if masked or options.has_bias:
+        # If all scores so far are masked, m_new is −inf, and −inf − −inf would be NaN.
+        below = tl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, below, tl.exp2((m - below) * options.unit)
 
 
 @triton.jit
@@ -253,8 +257,17 @@ def dropout(values, kv, options: tl.constexpr):
 
 
 @triton.jit
-def denominator(x, n, program, m, l, options: tl.constexpr):
-    """``m`` and ``l`` with sinks, the reciprocal of the denominator, and which queries are not fully masked.
+def load_sink(x, n, program, options: tl.constexpr):
+    """The sink of the head; None without sinks."""
+    sink = None
+    if x.sinks is not None:
+        sink = tl.load(base(x.sinks, n, program, 1, options.layouts.sinks))
+    return sink
+
+
+@triton.jit
+def denominator(given, m, l, options: tl.constexpr):
+    """``m`` and ``l`` with a sink or None, the reciprocal of the denominator, and which queries are not fully masked.
 
     The reciprocal includes the factor of weights that dropout keeps. It is 0 for fully masked queries.
     """
@@ -262,8 +275,7 @@ def denominator(x, n, program, m, l, options: tl.constexpr):
     seen = l != 0.0
     m = tl.where(seen, m, 0.0)
     factor = options.kept
-    if x.sinks is not None:
-        given = tl.load(base(x.sinks, n, program, 1, options.layouts.sinks))
+    if given is not None:
         sink = tl.minimum(given * (1 / options.score_unit), 3e38)
         m_new = tl.maximum(m, sink)
         alpha = tl.exp2((m - m_new) * options.unit)

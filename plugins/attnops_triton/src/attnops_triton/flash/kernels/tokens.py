@@ -14,45 +14,28 @@ import triton.language as tl
 
 
 class Program(NamedTuple):
-    """What a program computes.
+    """What a program computes."""
 
-    Attributes:
-        b, h, k: the indices of the batch, the query head and the kv head.
-        row: the index of its tile of queries, or of keys.
-    """
-
-    b: Any
-    h: Any
-    k: Any
-    row: Any
+    b: Any  # the batch
+    h: Any  # the query head
+    k: Any  # the kv head
+    row: Any  # the index of its tile of queries, or of keys
 
 
 class Tokens(NamedTuple):
-    """The queries, or the keys, of a tile.
+    """The queries, or the keys, of a tile."""
 
-    Attributes:
-        first: the first of them.
-        index: [n], their indices.
-        spread: the same, broadcasting to the tile of scores.
-        stop: T or S.
-    """
-
-    first: Any
-    index: Any
-    spread: Any
-    stop: Any
+    first: Any  # the first of them
+    index: Any  # [n], their indices
+    spread: Any  # the same, broadcasting to the tile of scores
+    stop: Any  # T or S
 
 
 class Row(NamedTuple):
-    """A row of the tile schedule.
+    """A row of the tile schedule."""
 
-    Attributes:
-        index: its index among those of all maps.
-        columns: a pointer to its columns.
-    """
-
-    index: Any
-    columns: Any
+    index: Any  # its index among those of all maps
+    columns: Any  # a pointer to its columns
 
 
 @triton.jit

@@ -146,10 +146,12 @@ class KernelOptions:
     """The third parameter, a `tl.constexpr`: what code is left out, and the sizes of tiles.
 
     Attributes:
-        plan: the plan without lengths, batch, mask and bias, with ``tiles`` for all kernels.
+        plan: the plan with ``tiles`` for all kernels, and without lengths, batch, mask, bias, and what code does not
+            depend on.
         tiles: the tile sizes of the kernel.
         is_even: whether the tile sizes divide the lengths, so that no tile reaches beyond the last token.
-        scales_first, score_unit, has_bias, splits_groups: those of the plan and its scoring.
+        scales_first, score_unit, has_bias: those of the plan and its scoring.
+        splits_groups: that of the plan, for the kernel by keys.
         mask, score, score_vjp: functions of `attnops_triton.language.translate`; None for none.
         masks, biases: the values of mask and bias.
         layouts: by array, its `ArrayLayout`.
@@ -312,11 +314,13 @@ def options_of(
     layouts = [(x.name, ArrayLayout(count, i)) for i, (x, count) in enumerate(zip(operands, heads, strict=True))]
     bare = dataclasses.replace(
         plan, B=0, inner=0, T=0, S=0, forward=tiles, by_query=tiles, by_key=tiles, by_score=tiles, arch="",
-        scoring=dataclasses.replace(scoring, mask=None, bias=None),
+        tf32=plan.tf32 and plan.dtype == "float32", unordered=False,
+        scoring=dataclasses.replace(scoring, mask=None, bias=None, sinks=False),
     )  # fmt: skip
     return kind(
         plan=bare, tiles=tiles, is_even=is_even(plan, tiles), scales_first=plan.scales_first,
-        score_unit=plan.score_unit, has_bias=scoring.has_bias, splits_groups=plan.splits_groups,
+        score_unit=plan.score_unit, has_bias=scoring.has_bias,
+        splits_groups=plan.splits_groups and others.get("transposed", False),
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),
         score=score_function(scoring.bias, scoring.cap, gluon),
         score_vjp=score_vjp_function(scoring.bias) if differentiates and scoring.bias is not None else None,

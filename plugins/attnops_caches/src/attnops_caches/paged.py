@@ -216,8 +216,9 @@ class PagedCache(StoredCache):
         return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
-        store, table = self.store.flat(), whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
-        taken = {name: whole(x)[table] for name, x in store._blocks().items()}  # [B, M, K, page, d]
+        blocks: Any = {name: whole(x) for name, x in self.store._blocks().items()}
+        store, table = dataclasses.replace(self.store, **blocks).flat(), whole(jnp.clip(self.table, 0, self.pages - 1))
+        taken = {name: x[table + store.base] for name, x in store._blocks().items()}  # [B, M, K, page, d]
         key, value = store.decoded(taken)
 
         def rows(x: jax.Array) -> jax.Array:

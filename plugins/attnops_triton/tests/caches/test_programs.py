@@ -17,6 +17,7 @@ from attnops.biases import ALiBi
 from attnops.masks import Causal, SlidingWindow
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized
 from attnops_triton.aot import kernels
+from attnops_triton.caches.limits import unsupported
 from attnops_triton.caches.tile_sizes import splits
 from attnops_triton.targets import target
 
@@ -78,6 +79,26 @@ def test_a_step_writes_to_the_donated_cache(options: dict[str, Any]) -> None:
     head = text[text.index("@main") : text.index("\n", text.index("@main"))]
     donated = set(re.findall(r"(%arg\d+): tensor<[^>]*> {[^}]*(?:tf.aliasing_output|jax.buffer_donor)", head))
     assert {operands[i] for i in aliases} <= donated
+
+
+@pytest.mark.parametrize(
+    ("cache", "length", "is_read"), [("dense", 1 << 23, True), ("dense", 1 << 24, False), ("paged", 1 << 24, True)]
+)
+def test_offsets_in_a_block_are_of_32_bits(cache: str, length: int, is_read: bool) -> None:
+    sizes: dict[str, Any] = {"batch": 2, "kv_heads": 1, "head_dim": 128}
+    pages = {"pages": 8, "page_size": 128, "max_pages": length // 128}
+    create = {
+        "dense": lambda: DenseCache.create(length=length, **sizes),
+        "paged": lambda: PagedCache.create(**pages, **sizes),
+    }
+    query = jax.ShapeDtypeStruct((2, 1, 4, 128), jnp.bfloat16)
+    found: list[Any] = []
+
+    def reasons(query: Any, cache: Cache) -> None:
+        found.extend(unsupported(OPERATION.request(query, cache)))
+
+    jax.eval_shape(reasons, query, jax.eval_shape(create[cache]))
+    assert [x.argument for x in found] == ([] if is_read else ["cache"])
 
 
 @pytest.mark.slow

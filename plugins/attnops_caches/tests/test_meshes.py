@@ -102,6 +102,7 @@ LAYERED: dict[str, Call] = {
     "layer": lambda cache: cache.layer(jnp.int32(1)).append(KEY, VALUE),
     "with_layer": lambda cache: cache.with_layer(1, cache.layer(1).append(KEY, VALUE)).layer(1),
     "with_layer after with_table": lambda cache: _with_table(cache, 0).layer(0),
+    "layer of a cache without its placement": lambda cache: cache.without_mesh().layer(1),
     "take_rows of layers": lambda cache: cache.take_rows([1, 0]).layer(1),
 }
 FORKED: dict[str, Call] = {

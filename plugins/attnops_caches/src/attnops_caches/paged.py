@@ -206,9 +206,10 @@ class PagedCache(StoredCache):
         return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
-        table = whole(jnp.clip(self.table, 0, self.pages - 1) + self.store.base)
-        taken = {name: whole(x)[table] for name, x in self.store.flat_blocks().items()}  # [B, M, K, page, d]
-        key, value = self.store.decoded(taken)
+        store = dataclasses.replace(self.store, **{name: whole(x) for name, x in self.store._blocks().items()})
+        table = whole(jnp.clip(self.table, 0, self.pages - 1)) + store.base
+        taken = {name: x[table] for name, x in store.flat_blocks().items()}  # [B, M, K, page, d]
+        key, value = store.decoded(taken)
 
         def rows(x: jax.Array) -> jax.Array:
             return x.swapaxes(2, 3).reshape(self.batch, self.length, self.kv_heads, x.shape[-1]).astype(self.dtype)

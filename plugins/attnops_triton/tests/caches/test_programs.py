@@ -8,12 +8,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.biases import ALiBi
 from attnops.masks import Causal, SlidingWindow
-from attnops_caches import Cache, PagedCache, Quantized
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized
 from attnops_triton.aot import kernels
+from attnops_triton.caches.limits import unsupported
 from attnops_triton.caches.tile_sizes import splits
 from attnops_triton.targets import target
 
@@ -77,6 +81,26 @@ def test_a_step_writes_to_the_donated_cache(options: dict[str, Any]) -> None:
     assert {operands[i] for i in aliases} <= donated
 
 
+@pytest.mark.parametrize(
+    ("cache", "length", "is_read"), [("dense", 1 << 23, True), ("dense", 1 << 24, False), ("paged", 1 << 24, True)]
+)
+def test_offsets_in_a_block_are_of_32_bits(cache: str, length: int, is_read: bool) -> None:
+    sizes: dict[str, Any] = {"batch": 2, "kv_heads": 1, "head_dim": 128}
+    pages = {"pages": 8, "page_size": 128, "max_pages": length // 128}
+    create = {
+        "dense": lambda: DenseCache.create(length=length, **sizes),
+        "paged": lambda: PagedCache.create(**pages, **sizes),
+    }
+    query = jax.ShapeDtypeStruct((2, 1, 4, 128), jnp.bfloat16)
+    found: list[Any] = []
+
+    def reasons(query: Any, cache: Cache) -> None:
+        found.extend(unsupported(OPERATION.request(query, cache)))
+
+    jax.eval_shape(reasons, query, jax.eval_shape(create[cache]))
+    assert [x.argument for x in found] == ([] if is_read else ["cache"])
+
+
 @pytest.mark.slow
 def test_one_program_serves_all_lengths_fill_states_and_batches_of_more_than_one() -> None:
     found = set()
@@ -99,6 +123,28 @@ def test_one_program_merges_the_splits_of_kernels_with_other_pages_masks_and_ste
             found |= {x.recipe for x in kernels(step, (q, k, cache), "sm_90")}
     assert [x.kernel.name for x in found].count("attnops_ragged_merge") == 1
     assert len({x.key() for x in found}) == len(found) == 5
+
+
+def test_one_program_merges_splits_of_any_storage_width_and_scores_and_of_any_precision() -> None:
+    q, _ = arrays()
+    sizes: dict[str, Any] = {"batch": 2, "length": 64, "kv_heads": 1, "head_dim": 16}
+    found: dict[str, set[Any]] = {"attnops_ragged": set(), "attnops_ragged_merge": set()}
+    for cache, precision, options in (
+        (paged(), None, {"logits_soft_cap": 2.0}),
+        (paged(), lax.Precision.DEFAULT, {"logits_soft_cap": 2.0}),
+        (paged(width=48), None, {"logits_soft_cap": 3.0}),
+        (jax.eval_shape(lambda: DenseCache.create(**sizes)), None, {"bias": ALiBi(np.ones(2, np.float32))}),
+        (jax.eval_shape(lambda: DenseCache.create(codec=Quantized("int8"), **sizes)), None, {}),
+    ):
+        operation: Any = OperationRegistry.create(
+            "attnops-triton:flash", OperationMetadata(platform="cuda", on_unsupported="error", block_k=16,
+                                                      precision=precision)
+        )  # fmt: skip
+        with splits(3):
+            call = lambda q, c, op=operation, options=options: op(q, c, **options).attention_outputs  # noqa: E731
+            for each in kernels(call, (q, cache), "sm_90"):
+                found[each.recipe.kernel.name].add(each.recipe)
+    assert [len(x) for x in found.values()] == [4, 1], "products are not of float32"
 
 
 @pytest.mark.slow

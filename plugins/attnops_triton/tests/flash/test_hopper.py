@@ -109,6 +109,13 @@ def test_groups_are_split_where_programs_are_few(D: int, multiprocessors: int, m
         np.testing.assert_allclose(own, expected[name], atol=2e-5)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_functions_of_a_kernel_have_different_names(arch: str) -> None:
+    """Else the interpreter and the simulator would run one in place of the other."""
+    for each in launched(64, documents(256), arch=arch):
+        assert f"def {each.recipe.kernel.name}(" in each.recipe.kernel.text
+
+
 MISTAKES = {
     "values are read before they are there": ("mbarrier.wait(v.ready.index(before), phase_before)", "pass"),
     "buffers of keys are never free": ("mbarrier.arrive(k.free.index(stage))", "pass"),

@@ -56,6 +56,8 @@ def test_groups_are_split_where_tiles_of_keys_leave_multiprocessors_idle() -> No
         ({"is_partial": True}, False),
         ({"by_key": TileSizes(32, 128, 4, 3, specialised=True)}, False),
         ({"by_key": TileSizes(64, 128, 4, 3)}, False),
+        ({"arch": "sm_100"}, False),
+        ({"arch": "sm_103"}, False),
     ],
 )
 def test_which_plans_compute_dq_with_dk_and_dv(fields: dict[str, object], fuses: bool) -> None:

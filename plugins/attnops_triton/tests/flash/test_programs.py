@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
 from attnops_triton.aot import kernels
+from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import TABLE
 from attnops_triton.language.build import Recipe
 
@@ -80,6 +82,31 @@ def test_differences_of_lengths_are_data() -> None:
         for launched in kernels(both, (q, k), "sm_90"):
             texts[launched.recipe.kernel.name].add(launched.recipe)
     assert [len(recipes) for recipes in texts.values()] == [1, 1, 1]
+
+
+def recipes(B: int = 1, precision: lax.Precision | None = None, **options: Any) -> dict[str, Recipe]:
+    """The programs of forward and backward of 512 tokens, by kernel."""
+    metadata = OperationMetadata(platform="cuda", on_unsupported="error", precision=precision)
+    operation: Any = OperationRegistry.create("attnops-triton:flash", metadata)
+
+    def both(q: Any, k: Any) -> Any:
+        out, pull_back = jax.vjp(lambda q, k: operation(q, k, k, mask=Causal(), **options).attention_outputs, q, k)
+        return pull_back(out)
+
+    q, k = (jax.ShapeDtypeStruct((B, 512, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    return {x.recipe.kernel.name.split("_")[-1]: x.recipe for x in kernels(both, (q, k), "sm_80")}
+
+
+def test_calls_share_the_programs_of_kernels_on_which_their_difference_has_no_effect() -> None:
+    plain = recipes()
+    assert recipes(precision=lax.Precision.DEFAULT) == plain, "products are not of float32"
+    with unordered():
+        assert recipes() == plain, "only Hopper's kernels add dq in any order"
+    sinks, many = recipes(sinks=np.zeros(4, np.float32)), recipes(B=64)
+    assert [name for name in plain if sinks[name] != plain[name]] == ["forward"]
+    assert [name for name in plain if many[name] != plain[name]] == ["key"], "groups are not split in a large batch"
+    for name in plain:
+        assert (sinks[name].key() == plain[name].key()) is (sinks[name] == plain[name])
 
 
 @pytest.mark.slow

@@ -87,6 +87,21 @@ def test_the_functions_and_the_options_of_a_kernel_are_part_of_a_key() -> None:
     assert "def change" in given[0].text
 
 
+def test_two_functions_of_one_name_are_refused() -> None:
+    from attnops_triton.language.compat import jitted
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        one: Any
+        other: Any
+
+    one, other = (jitted("change", f"def change(x):\n    return x + {i}\n") for i in range(2))
+    function = jitted("copy", "def copy(x, n, options: tl.constexpr):\n    pass\n")
+    assert list(KernelFunction(function, (), (), Options(one, one)).reachable) == ["change", "copy"]
+    with pytest.raises(ValueError, match="have one name"):
+        _ = KernelFunction(function, (), (), Options(one, other)).reachable
+
+
 @pytest.mark.parametrize("value", ["", "/proc/none"])
 def test_without_a_folder_nothing_is_stored(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(store.VARIABLE, value)

@@ -13,12 +13,14 @@ from attnops.biases import ScoreFn
 from attnops.masks import MaskFn
 from attnops.sharding import create_mesh
 
-# Of scores and of the token's distance; finite everywhere, with finite derivatives.
+# Of scores and of the token's distance; finite everywhere, with finite derivatives except at a score of 0, which tokens
+# beyond the last one have.
 FUNCTIONS = {
     "tanh": lambda s, d: jnp.tanh(s),
     "exp": lambda s, d: jnp.exp(-jnp.abs(s)) + jnp.exp2(0.1 * s) + jnp.expm1(0.2 * s),
     "log": lambda s, d: jnp.log(s * s + 1) + jnp.log1p(jnp.abs(s)) + jnp.log1p(1e-4 * s),
     "roots": lambda s, d: jnp.sqrt(s * s + 1) + lax.rsqrt(s * s + 2),
+    "roots of 0": lambda s, d: jnp.sqrt(jnp.abs(s)) + jnp.sign(s) * jnp.abs(s) ** 0.7,
     "waves": lambda s, d: jnp.sin(s) * jnp.cos(0.3 * s),
     "erf": lambda s, d: lax.erf(s) + jax.nn.sigmoid(s),
     "pow": lambda s, d: (jnp.abs(s) + 1) ** 1.5 + (0.3 * s + 0.1) ** 3 + lax.integer_pow(s * s + 1, -2),

@@ -132,6 +132,8 @@ class _Sweep:
         d_bias = state.bias
         if pull_back is not None:
             d_scores, d_slices = pull_back(d_scores)
+            if visible is not None:  # elsewhere the product may be 0, where a derivative may be infinite
+                d_scores = jnp.where(visible, d_scores, 0.0)
             if self.wants_bias and scoring.bias is not None:
                 d_bias = scoring.bias.add_gradients(plan, d_bias, d_slices, index)
         d_scores = d_scores.astype(plan.dtype)

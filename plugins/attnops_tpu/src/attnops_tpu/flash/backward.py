@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 # Buffers are read at offset 0, which the compiler must assume may be this one: the rows of a 16-bit register.
 _OFFSET: Final = 16
+# Primitives of a bias whose derivatives may be infinite, or NaN.
+_SINGULAR: Final = frozenset(["div", "integer_pow", "log", "log1p", "pow", "rsqrt", "sqrt"])
 
 
 class Inputs(NamedTuple):
@@ -279,7 +281,12 @@ def _add_tile(
         s, pull_back = cap_and_bias_vjp(sub_tiles[i], s, masked[i])
         weights, d_scores, _ = weights_and_gradients(sub_tiles[i], inputs, masked[i], s, d_weights)
         if pull_back is not None:
-            (d_scores,) = pull_back(d_scores)
+            (d_products,) = pull_back(d_scores)
+            bias = plan.scoring.bias
+            if bias is not None and bias.primitives & _SINGULAR:
+                # Of masked scores and of those beyond the last token, d_scores is 0, and 0 · inf is NaN.
+                d_products = jnp.where(d_scores == 0, 0.0, d_products)
+            d_scores = d_products
         for x, buffer in zip((weights, d_scores), refs.stages[i % (lag + 1)], strict=True):
             buffer[:rows, :] = x.astype(plan.dtype)
 

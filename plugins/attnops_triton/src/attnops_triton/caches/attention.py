@@ -78,7 +78,7 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
         blocks=store.own_blocks, is_joined=content == "joined", is_latent=content == "latent", stored=stored,
         scales="" if cache.codec is None else cache.codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
         assembly=assembly(stored, dtype, arch), scale=float(call.scale),
-        tf32=metadata.precision == lax.Precision.DEFAULT, new_blocks=new_blocks if writes else 0,
+        tf32=dtype == "float32" and metadata.precision == lax.Precision.DEFAULT, new_blocks=new_blocks if writes else 0,
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense),
         score=score_function(scoring.bias, scoring.cap), masks=describe_values(scoring.mask),
         biases=describe_values(scoring.bias),

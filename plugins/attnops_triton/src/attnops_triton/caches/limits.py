@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attnops import AttentionRequest, OperationMetadata, Reason
-from attnops_caches import cache_of
+from attnops_caches import cache_of, slots_of_row
 from attnops_triton.caches.tile_sizes import rows_of
 
 
@@ -16,6 +16,11 @@ def unsupported(request: AttentionRequest) -> Iterator[Reason]:
     if request.key_length >= 1 << 31:
         yield Reason("cache", request.key_length, "slots in all rows together are more than int32 counts",
                      "give packed rows in several calls")  # fmt: skip
+    cache = cache_of(request)
+    slots, features = cache.page_size or slots_of_row(request), max(cache.width, request.value_head_dim)
+    if slots * features >= 1 << 31:
+        yield Reason("cache", slots, f"slots of {features} features of one head are more than int32 counts",
+                     "use a PagedCache")  # fmt: skip
 
 
 def not_written(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Reason]:

@@ -192,9 +192,17 @@ class CachePlan(KernelOptions):
     def options(self, merged: int = 0) -> KernelOptions:
         """The options of the kernel that computes attention, or of the one that merges splits."""
         fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(KernelOptions)}
+        if not merged:
+            return KernelOptions(**fields)
         # One program that merges serves several kernels that compute attention.
-        unused = {"mask": None, "masks": (), "page": 0, "is_even": True, "new_blocks": 0, "merged": merged}
-        return KernelOptions(**fields | (unused if merged else {}))
+        none = Features((), 0, 0)
+        unused: dict[str, Any] = {
+            "D": 0, "keys": none, "values": none, "is_even": True, "in_order": False, "page": 0, "is_joined": False,
+            "is_latent": False, "stored": "", "scales": "", "assembly": None, "dtype": "", "tf32": False, "mask": None,
+            "score": None, "masks": (), "biases": (), "has_bias": False, "new_blocks": 0,
+        }  # fmt: skip
+        tiles = dataclasses.replace(self.tiles, bk=0)
+        return KernelOptions(**fields | unused | {"tiles": tiles, "scale": self.score_unit, "merged": merged})
 
 
 def features(D: int, Dv: int, width: int, content: str, dtype: str) -> tuple[Features, Features]:

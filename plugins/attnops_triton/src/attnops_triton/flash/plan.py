@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from attnops.kernels import Scoring
-from attnops_triton.targets import multiprocessors
+from attnops_triton.targets import TENSOR_MEMORY, multiprocessors
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)
@@ -108,13 +108,14 @@ class FlashPlan:
 
     @property
     def fuses_dq(self) -> bool:
-        """Whether the kernel for dk and dv computes dq too.
+        """Whether the kernel for dk and dv computes dq too, which Hopper's can.
 
         This needs tiles of 64 queries, the rows of one product. It also needs dk and dv to be stored by tensor maps,
         since stores of float32 sums by pointers would need more registers than are free.
         """
         by_map = self.gradient_dtype == self.dtype and not self.splits_groups
-        return self.unordered and self.by_key.specialised and self.by_key.bq == 64 and by_map
+        is_hopper = self.by_key.specialised and self.arch not in TENSOR_MEMORY
+        return self.unordered and is_hopper and self.by_key.bq == 64 and by_map
 
     @property
     def score_unit(self) -> float:

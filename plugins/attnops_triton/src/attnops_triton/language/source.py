@@ -64,7 +64,11 @@ class KernelFunction:
 
     @functools.cached_property
     def reachable(self) -> dict[str, Any]:
-        """The functions that it calls, and itself, by name, without Triton's own; each after those that it calls."""
+        """The functions that it calls, and itself, by name, without Triton's own; each after those that it calls.
+
+        Raises:
+            ValueError: two of them have one name.
+        """
         found: dict[str, Any] = {}
 
         def visit(function: Any) -> None:
@@ -73,7 +77,9 @@ class KernelFunction:
             for each in dis.get_instructions(function.fn):
                 if each.opname == "LOAD_GLOBAL":
                     visit(function.fn.__globals__.get(each.argval))
-            found[function.fn.__name__] = function
+            name = function.fn.__name__
+            if found.setdefault(name, function) is not function:
+                raise ValueError(f"{name} of {found[name].fn.__module__} and of {function.fn.__module__} have one name")
 
         for function in (*vars(self.options).values(), self.function):
             visit(function)

@@ -182,6 +182,8 @@ _FLOAT32: Final = frozenset(
     ["floor", "ceil", "round", "exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh",
      "logistic", "erf", "pow"]
 )  # fmt: skip
+# Primitives whose derivatives may be infinite, or NaN.
+_SINGULAR: Final = frozenset(["div", "integer_pow", "log", "log1p", "pow", "rsqrt", "sqrt"])
 # The primitives of a `MaskFn` or a `ScoreFn` that have a translation.
 PRIMITIVES: Final = frozenset(_TABLE) - {"add_any"} | {"stop_gradient"}
 
@@ -262,6 +264,9 @@ def score_vjp_function(bias: Elementwise) -> Any:
     write = SourceWriter()
     given = ["s", "b", "h", "q", "kv", *_values(bias), "ds"]
     results = translate(write, derivative(bias)[0], given)
+    if bias.primitives & _SINGULAR:
+        # Of masked scores and of those beyond the last token, ds is 0, and 0 · inf is NaN.
+        results = [f"tl.where(ds == 0.0, 0.0, {x})" for x in results]
     return _function(write, "score_vjp(s, b, h, q, kv, values, ds)", "".join(f"{x}, " for x in results), False)
 
 

@@ -45,7 +45,7 @@ def load_value(at, i: tl.constexpr, program, kx, n, options: tl.constexpr, of_ma
         else:
             at = at + program.b.to(tl.int64) * count
     if value.by_head:
-        at = at + (program.hr * count)[:, None]
+        at = at + (program.hr.to(tl.int64) * count)[:, None]
     if value.axis == "q":
         at = at + program.qr[:, None]
     if value.axis == "kv":

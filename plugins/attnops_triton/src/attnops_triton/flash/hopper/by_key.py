@@ -68,17 +68,17 @@ class State(NamedTuple):
 @gluon.jit
 def attnops_flash_backward_key(x, n, options: gl.constexpr):
     """Dk and dv of a tile of keys."""
-    by_key(x, n, options)
+    start_partitions(x, n, options)
 
 
 @gluon.jit
 def attnops_flash_backward(x, n, options: gl.constexpr):
     """Dk and dv of a tile of keys; dq is added to."""
-    by_key(x, n, options)
+    start_partitions(x, n, options)
 
 
 @gluon.jit
-def by_key(x, n, options: gl.constexpr):
+def start_partitions(x, n, options: gl.constexpr):
     """Either kernel."""
     program = place_by_key(n, options)
     if options.fuses_dq:

@@ -87,10 +87,10 @@ class ArrayLayout(int):
 class KernelOptions:
     """The third parameter, a `tl.constexpr`: what code is left out, and the sizes of tiles."""
 
-    plan: FlashPlan  # without lengths, batch, mask and bias, and with ``tiles`` for all kernels
+    plan: FlashPlan  # with ``tiles`` for all kernels, without lengths, batch, mask, bias and what code does not depend on
     tiles: TileSizes  # those of the kernel
     is_even: bool  # whether the tile sizes divide the lengths, so that no tile reaches beyond the last token
-    # Those of the plan and its scoring.
+    # Those of the plan and its scoring; ``splits_groups`` in the kernel by keys alone.
     scales_first: bool
     score_unit: float
     has_bias: bool
@@ -242,11 +242,13 @@ def options_of(
     layouts = [(x.name, ArrayLayout(count, i)) for i, (x, count) in enumerate(zip(operands, heads, strict=True))]
     bare = dataclasses.replace(
         plan, B=0, inner=0, T=0, S=0, forward=tiles, by_query=tiles, by_key=tiles, by_score=tiles, arch="",
-        scoring=dataclasses.replace(scoring, mask=None, bias=None),
+        tf32=plan.tf32 and plan.dtype == "float32", unordered=False,
+        scoring=dataclasses.replace(scoring, mask=None, bias=None, sinks=False),
     )  # fmt: skip
     return kind(
         plan=bare, tiles=tiles, is_even=is_even(plan, tiles), scales_first=plan.scales_first,
-        score_unit=plan.score_unit, has_bias=scoring.has_bias, splits_groups=plan.splits_groups,
+        score_unit=plan.score_unit, has_bias=scoring.has_bias,
+        splits_groups=plan.splits_groups and others.get("transposed", False),
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),
         score=score_function(scoring.bias, scoring.cap, gluon),
         score_vjp=score_vjp_function(scoring.bias) if differentiates and scoring.bias is not None else None,

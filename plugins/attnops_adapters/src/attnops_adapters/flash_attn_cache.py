@@ -166,7 +166,7 @@ def _slots(cache: jax.Array, batch: int, rows: Any, table: Any, leftpad: Any) ->
     blocks = jnp.asarray(table)
     if blocks.ndim != 2 or blocks.shape[0] != batch or not jnp.issubdtype(blocks.dtype, jnp.integer):
         raise ValueError(
-            f"block_table has shape {blocks.shape} and dtype {blocks.dtype}, but must be integers [batch={batch}, blocks]"
+            f"block_table has shape {blocks.shape} and dtype {blocks.dtype}, but must be integers [{batch}, blocks]"
         )
     return _Slots(blocks.shape[1] * cache.shape[1], None, blocks, cache.shape[1])
 

@@ -179,8 +179,8 @@ def _row_integers(name: str, values: Any, batch: int) -> Any:
 
 
 def _lengths(lengths: Any, batch: int, capacity: int) -> Any:
-    if lengths is None or jnp.ndim(lengths) == 0:
-        lengths = jnp.broadcast_to(jnp.asarray(capacity if lengths is None else lengths), (batch,))
+    if lengths is None or isinstance(lengths, (int, np.integer)):
+        lengths = np.full(batch, capacity if lengths is None else lengths)
     array = _row_integers("cache_seqlens", lengths, batch)
     _check_most(array, 0, capacity)
     return array.astype(np.int32)

@@ -94,13 +94,17 @@ def tokens_of(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
 
 
 def _blocks(x: jax.Array, shape: tuple[int, int, int, int]) -> jax.Array:
-    """An array that broadcasts to [B, H, T, S] as [1, H or 1, tokens, tokens], 0 between documents."""
+    """An array that broadcasts to [B, H, T, S] as [1, H or 1, tokens, tokens].
+
+    Between documents, and in padding, a mask is True, so that only ``cu_seqlens`` hides tokens; a bias is 0.
+    """
     B, _, T, S = shape
     heads, (q, kv) = x.shape[1], padding(T, S)
     full = jnp.broadcast_to(x, (B, heads, T, S)).swapaxes(0, 1)[:, :, :, None]  # [H, B, T, 1, S]
-    blocks = jnp.where(jnp.eye(B, dtype=bool)[:, None, :, None], full, jnp.zeros((), x.dtype))
+    others = jnp.asarray(x.dtype == bool, x.dtype)
+    blocks = jnp.where(jnp.eye(B, dtype=bool)[:, None, :, None], full, others)
     flat = blocks.reshape(heads, B * T, B * S)
-    return jnp.pad(flat, ((0, 0), (0, q), (0, kv)))[None]
+    return jnp.pad(flat, ((0, 0), (0, q), (0, kv)), constant_values=others)[None]
 
 
 def _by_token(mask: Any, shape: tuple[int, int, int, int]) -> Mask | None:
@@ -110,7 +114,7 @@ def _by_token(mask: Any, shape: tuple[int, int, int, int]) -> Mask | None:
 
     def flat(x: Any, length: int, pad: int) -> Any:
         full = jnp.broadcast_to(x, (B, length)).reshape(-1)
-        return jnp.pad(full, (0, pad))
+        return jnp.pad(full, (0, pad), constant_values=1)  # seen, unless it is padding
 
     match mask:
         case And() | Or():

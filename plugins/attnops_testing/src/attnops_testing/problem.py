@@ -164,8 +164,17 @@ class Problem:
 
     def request(self, operation: OperationImpl) -> Request:
         """The call's request to an operation; compiles nothing."""
-        qkv, options = self._arguments(self.inputs)
-        return operation.request(*qkv, **options)
+        requests = []
+
+        def ask(inputs: dict[str, jax.Array]) -> None:
+            qkv, options = self._arguments(inputs)
+            requests.append(operation.request(*qkv, **options))
+
+        if self.metadata.layout == "THD":  # arguments are computed
+            jax.eval_shape(ask, self.inputs)
+        else:
+            ask(self.inputs)
+        return requests[0]
 
     def reasons(self, operation: OperationImpl) -> list[Reason]:
         """Why the operation's forward for the platform can't serve the call."""

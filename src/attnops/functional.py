@@ -96,7 +96,8 @@ def attention(
         return_weights: whether to return an `OperationOutput` with ``attention_weights``, [B, H, T, S].
         operation: the operation's name; ``"auto"`` is the fastest that serves the call.
         metadata: further settings, such as platform, mesh and layout.
-        **options: options that only some implementations, or the source, have.
+        **options: options that only some implementations, or the source, have; ``cu_seqlens``, or ``cu_seqlens_q`` and
+            ``cu_seqlens_k``, of the layout "THD".
 
     Returns:
         [B, T, H, Dv], or [B, H, T, Dv] with ``layout="BHTD"``; an `OperationOutput` with ``return_lse`` or

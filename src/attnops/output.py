@@ -22,8 +22,8 @@ class OperationOutput:
     """The result of an attention operation; a pytree.
 
     Attributes:
-        attention_outputs: [B, T, H, Dv] ([B, H, T, Dv] in the layout "BHTD"), in the query's dtype unless the
-            metadata's ``runtime_dtype`` is set.
+        attention_outputs: [B, T, H, Dv] ([B, H, T, Dv] in the layout "BHTD"; in "THD" all are without B), in the
+            query's dtype unless the metadata's ``runtime_dtype`` is set.
         attention_weights: [B, H, T, S], in the dtype of ``attention_outputs``: the weights of the values, after softmax
             and dropout. None unless asked for with ``return_weights=True``.
         logsumexp: [B, H, T] float32, the natural logarithm of the softmax's denominator, including sinks, before

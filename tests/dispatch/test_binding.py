@@ -176,7 +176,7 @@ def test_a_misspelt_option_is_refused_with_the_near_one():
         ({"softmax_scale": float("inf")}, "softmax_scale=inf must be finite"),
         ({"logits_soft_cap": 0}, "logits_soft_cap=0.0 must be positive"),
         ({"platform": "gpux"}, "platform='gpux' is unknown; use one of ['cpu', 'cuda', 'rocm', 'tpu', 'tt', 'gpu']"),
-        ({"layout": "THBD"}, "layout='THBD' must be 'BTHD' or 'BHTD'"),
+        ({"layout": "THBD"}, "layout='THBD' must be 'BTHD', 'BHTD' or 'THD'"),
         ({"on_unsupported": "warn"}, "on_unsupported='warn' must be 'native' or 'error'"),
         ({"platform": 3}, "platform=3 is unknown; use one of"),
         ({"runtime_dtype": "int32"}, "runtime_dtype=int32 must be a floating-point dtype"),

@@ -10,7 +10,7 @@ from attention_in_steps import Reference
 
 from attnops.biases import Bias
 from attnops.dropout import dropout_keep, dropout_rows, dropout_seed
-from attnops.masks import And, Causal, Segments, SlidingWindow
+from attnops.masks import And, Causal, Full, Segments, SlidingWindow
 
 TILE = 16
 
@@ -72,6 +72,31 @@ class SegmentsOfKeysIgnored(Reference):
         return super().allowed(
             edit_mask(mask, lambda m: Segments(m.q_ids, m.q_ids) if isinstance(m, Segments) else m), B, H, T, S
         )
+
+
+class DocumentsSeeEachOther(Reference):
+    """What separates documents is not applied."""
+
+    found_by = "total-token layout"
+
+    def allowed(self, mask, B, H, T, S):
+        return super().allowed(edit_mask(mask, lambda m: Full() if isinstance(m, Segments) else m), B, H, T, S)
+
+
+class PaddingAfterDocumentsSeesItself(Reference):
+    """Ids below 0 are one more document."""
+
+    found_by = "total-token layout"
+
+    def allowed(self, mask, B, H, T, S):
+        def edit(mask):
+            return (
+                Segments(*(jnp.maximum(x, -1) for x in (mask.q_ids, mask.kv_ids)))
+                if isinstance(mask, Segments)
+                else mask
+            )
+
+        return super().allowed(edit_mask(mask, edit), B, H, T, S)
 
 
 class OneRowOfSegmentsForTheFirstBatch(Reference):

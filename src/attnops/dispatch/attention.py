@@ -11,8 +11,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from attnops.dispatch import border, on_mesh
-from attnops.dispatch.binding import bind_attention, shapes_of
+from attnops.dispatch.binding import bind_attention, refuse_total, shapes_of
 from attnops.dispatch.call import Call, resolve_mode
+from attnops.dispatch.documents import NAMES
 from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.partial import PartialAttention
@@ -84,6 +85,9 @@ class OperationImpl(PartialAttention):
         mode: str | None = None,
         return_lse: bool = False,
         return_weights: bool = False,
+        cu_seqlens: ArrayLike | None = None,
+        cu_seqlens_q: ArrayLike | None = None,
+        cu_seqlens_k: ArrayLike | None = None,
         **options: object,
     ) -> OperationOutput:
         """Attention of ``query`` over ``key`` and ``value``, or over a source that holds them: ``op(query, cache)``.
@@ -114,6 +118,15 @@ class OperationImpl(PartialAttention):
                 else decode for one query, else prefill.
             return_lse: whether the output has ``logsumexp``.
             return_weights: whether the output has ``attention_weights``, in the query's dtype; O(B · H · T · S) memory.
+            cu_seqlens: for ``metadata.layout="THD"``, where query, key, value and output have no batch, [total, heads,
+                head_dim], logsumexp is [H, T] and weights are [H, T, S]: the cumulative lengths of the documents in
+                them, integers [documents + 1], [0, n₁, n₁ + n₂, …]. Tokens from the last number on are padding: output
+                0, logsumexp −inf, gradients 0. Tokens see those of their own document, and masks and biases of
+                positions are evaluated in each: `Causal` is aligned at its end. Those with positions of their own, and
+                arrays (masks, ids and biases, as for B = 1), are by token. Numbers that are known must rise from 0;
+                a traced one that is below an earlier one counts as that, so that its document is empty.
+            cu_seqlens_q: the cumulative lengths of the queries' documents, where keys have others.
+            cu_seqlens_k: the cumulative lengths of the keys' documents, as many as the queries'.
             **options: options that only some implementations, or the source, have.
 
         Raises:
@@ -123,6 +136,7 @@ class OperationImpl(PartialAttention):
         """
         if options:
             self._check_own_options(key, options)
+        total = dict(zip(NAMES, (cu_seqlens, cu_seqlens_q, cu_seqlens_k), strict=True))
         call = self.prepare(
             query,
             key,
@@ -136,6 +150,7 @@ class OperationImpl(PartialAttention):
             mode=mode,
             return_lse=return_lse,
             return_weights=return_weights,
+            **{name: x for name, x in total.items() if x is not None},
             **options,
         )
         result: OperationOutput = self.run(call)
@@ -166,6 +181,7 @@ class OperationImpl(PartialAttention):
             )
         call_options = CONTRACT | {"mode", "return_lse", "return_weights"}
         self._check_own_options(source, {name: x for name, x in options.items() if name not in call_options})
+        refuse_total(self.metadata, source, options)
         return stepped(source.step(self, query, key, value, options), source)
 
     def _check_own_options(self, key: object, options: Mapping[str, object]) -> None:
@@ -199,6 +215,7 @@ class OperationImpl(PartialAttention):
             if value is not None:
                 name = type(key).__name__
                 raise ValueError(f"key is a {name} and value is given too: the {name} has the values; leave value out")
+            refuse_total(self.metadata, key, options)
             return bound(key, self, query, options)
         if value is None:
             raise ValueError("value=None, but must be an array [B, S, K, Dv]; only a cache has its values with it")
@@ -274,7 +291,9 @@ class OperationImpl(PartialAttention):
             out = out.swapaxes(1, 2)
         wanted = call.options
         lse = tag(result.logsumexp, LOGSUMEXP_NAME) if "return_lse" in wanted else None
-        return OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
+        output = OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
+        one_row: OperationOutput = jax.tree.map(lambda x: x[0], output) if self.metadata.layout == "THD" else output
+        return one_row
 
     def get_mode(self, query: jax.Array, BTHD: bool = True) -> RUNTIME_MODE_TYPES:
         """The runtime mode: the metadata's, else decode where the query's length is 1, else train.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from attnops.biases import Bias, function_of
 from attnops.dispatch.call import Call, resolve_mode
+from attnops.dispatch.documents import NAMES, bias_by_document, documents, mask_by_document
 from attnops.dispatch.metadata import OperationMetadata, check_scale, check_soft_cap
 from attnops.dispatch.request import AttentionRequest, dtype_name
 from attnops.dropout import ShiftedKey
@@ -51,7 +53,7 @@ def bind_attention(
 
     Args:
         metadata: the operation's metadata; its scale, soft cap and mode are the defaults of the call's.
-        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD".
+        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; in the layout "THD" all are without the batch.
         key: [B, S, K, D], or [B, K, S, D] in the layout "BHTD".
         value: [B, S, K, Dv], or [B, K, S, Dv] in the layout "BHTD".
         options: the options by name; None means not set, and so does False for a flag.
@@ -63,6 +65,8 @@ def bind_attention(
     try:
         return _bind(metadata, query, key, value, dict(options), parts)
     except ValueError as error:
+        if metadata.layout == "THD":
+            raise
         other = "BTHD" if metadata.layout == "BHTD" else "BHTD"
         swapped = metadata.replace(layout=other)
         try:  # shapes alone
@@ -78,6 +82,10 @@ def _bind(
     parts: tuple[int, int],
 ) -> Call:  # fmt: skip
     query, key, value = (check_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    cu_seqlens = {name: options.pop(name, None) for name in NAMES}
+    _refuse_cu_seqlens(metadata, cu_seqlens)
+    if metadata.layout == "THD":
+        query, key, value = (_one_row(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     if metadata.layout == "BHTD":
         query, key, value = (swap_heads(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     shard = _dimensions(query, key, value)
@@ -85,8 +93,47 @@ def _bind(
     if metadata.runtime_dtype is not None:
         query, key, value = (x.astype(metadata.runtime_dtype) for x in (query, key, value))
     dtypes = dtype_name(query), dtype_name(key), dtype_name(value)
+    if metadata.layout == "THD":
+        _by_document(cu_seqlens, options, dimensions)
     request, given = bind_options(metadata, dimensions, dtypes, options)
     return Call(request, (query, key, value), given)
+
+
+def refuse_total(metadata: OperationMetadata, source: object, options: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` for a call over a source in the layout "THD", or with options of that layout."""
+    if metadata.layout == "THD" or any(options.get(name) is not None for name in NAMES):
+        raise ValueError(
+            f"a call over a {type(source).__name__} has no layout 'THD' and no cu_seqlens; over a cache of "
+            f"attnops-caches, give the tokens of several rows as query [1, total, H, D] with rows=Rows(...)"
+        )
+
+
+def _refuse_cu_seqlens(metadata: OperationMetadata, options: dict[str, Any]) -> None:
+    """Raise a `ValueError` for an option of the layout "THD" in a call of another."""
+    given = [name for name in NAMES if options.get(name) is not None]
+    if given and metadata.layout != "THD":
+        raise ValueError(
+            f"{given[0]} is given, but metadata.layout={metadata.layout!r}: it is for OperationMetadata(layout='THD'), "
+            f"arrays [total, heads, head_dim]; in one sequence, mask=Segments.from_cu_seqlens(cu_seqlens, length)"
+        )
+
+
+def _one_row(name: str, x: jax.Array) -> jax.Array:
+    if x.ndim != 3:
+        raise ValueError(f"{name} has shape {x.shape}, but must have rank 3 in layout='THD': [total, heads, head_dim]")
+    return x[None]
+
+
+def _by_document(cu_seqlens: dict[str, Any], options: dict[str, Any], dimensions: Dimensions) -> None:
+    """Make mask and bias those of the documents that ``cu_seqlens`` describe."""
+    placed = documents(cu_seqlens, dimensions.T, dimensions.S)
+    scores = (dimensions.B, dimensions.H, dimensions.T, dimensions.S)
+    mask, bias = options.get("mask"), options.get("bias")
+    if mask is not None and not isinstance(mask, Mask):
+        mask = bind_mask(mask, scores)
+    options["mask"] = mask_by_document(mask, placed)
+    if isinstance(bias, Bias):
+        options["bias"] = bias_by_document(bias, placed, scores)
 
 
 def shapes_of(call: Call) -> tuple[Aval, Aval, Aval]:

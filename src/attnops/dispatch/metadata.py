@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from attnops.typing import Aval
 
-Layout = Literal["BTHD", "BHTD"]
+Layout = Literal["BTHD", "BHTD", "THD"]
 OnUnsupported = Literal["native", "error"]
 
 
@@ -38,7 +38,8 @@ class OperationMetadata:
         logits_soft_cap: the soft cap if a call gives none. None: no cap.
         dropout_prob: probability in [0, 1) that an attention weight is dropped. Applied whenever a call has a
             ``dropout_key``, which is required in train mode; in the other modes a call without one drops nothing.
-        layout: ``"BTHD"`` for arrays of shape [batch, length, heads, head_dim], ``"BHTD"`` for heads first.
+        layout: ``"BTHD"`` for arrays of shape [batch, length, heads, head_dim], ``"BHTD"`` for heads first, ``"THD"``
+            for documents one after the other, [total, heads, head_dim]: see ``cu_seqlens`` of `OperationImpl.__call__`.
         mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
             None: decode where the query's length is 1, else train; over a cache prefill, since train is refused there.
         platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: the mesh's, else the arrays', else JAX's default.
@@ -81,8 +82,8 @@ class OperationMetadata:
         set_field("softmax_scale", check_scale(self.softmax_scale))
         set_field("logits_soft_cap", check_soft_cap(self.logits_soft_cap))
         set_field("dropout_prob", check_dropout_prob(self.dropout_prob))
-        if self.layout not in ("BTHD", "BHTD"):
-            raise ValueError(f"layout={self.layout!r} must be 'BTHD' or 'BHTD'")
+        if self.layout not in ("BTHD", "BHTD", "THD"):
+            raise ValueError(f"layout={self.layout!r} must be 'BTHD', 'BHTD' or 'THD'")
         if self.mode is not None:
             set_field("mode", canonicalize_mode(self.mode))
         if self.platform is not None:
@@ -151,8 +152,10 @@ class OperationMetadata:
             derived from them: of biases, masks, sinks, segment ids, lengths, output and logsumexp.
 
         Raises:
-            ValueError: a shape does not have four dimensions, or ``mode`` is not a runtime mode.
+            ValueError: a shape does not have four dimensions, the layout is "THD", or ``mode`` is not a runtime mode.
         """
+        if self.layout == "THD":
+            raise ValueError("layout='THD' has no batch: ask for shapes [1, total, heads, head_dim] in layout='BTHD'")
         value = key if value is None else value
         swapped = self.layout == "BHTD"
         for name, array in (("query", query), ("key", key), ("value", value)):

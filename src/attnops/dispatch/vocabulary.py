@@ -9,7 +9,7 @@ from typing import Final
 _CAUSAL: Final = "mask=attnops.masks.Causal(), or causal=True of attnops.attention"
 _WINDOW: Final = "mask=attnops.masks.SlidingWindow(left, right), or window=(left, right) of attnops.attention"
 _SEGMENTS: Final = "mask=attnops.masks.Segments(query_ids, key_ids)"
-_PACKED: Final = "mask=attnops.masks.Segments.from_cu_seqlens(cu_seqlens, length)"
+_PACKED: Final = "cu_seqlens_q= and cu_seqlens_k= with OperationMetadata(layout='THD')"
 _LENGTHS: Final = "mask=attnops.masks.Lengths(key_lengths), with integers [B]"
 _MASK: Final = "mask=, a boolean array [B, H, T, S] with True where a query may attend, or an attnops.masks.Mask"
 _BIAS: Final = "bias=, an array [B, H, T, S] that is added to the scores, or an attnops.biases.Bias"
@@ -33,9 +33,9 @@ _HERE: Final = {
     "q_segment_ids": _SEGMENTS,
     "kv_segment_ids": _SEGMENTS,
     "decoder_segment_ids": _SEGMENTS,
-    "cu_seqlens": _PACKED,
-    "cu_seqlens_q": _PACKED,
-    "cu_seqlens_k": _PACKED,
+    "cu_seqlens_kv": _PACKED,
+    "max_seqlen_q": _PACKED,
+    "max_seqlen_k": _PACKED,
     "kv_lengths": _LENGTHS,
     "key_value_seq_lengths": _LENGTHS,
     "attn_mask": _MASK,
@@ -73,7 +73,7 @@ _HERE: Final = {
     "enable_gqa": "nothing: fewer heads of key and value than of query mean grouped heads",
     "implementation": _NAME,
     "backend": _NAME,
-    "layout": "OperationMetadata(layout='BTHD') or 'BHTD'",
+    "layout": "OperationMetadata(layout='BTHD'), 'BHTD' or 'THD'",
     "precision": "OperationMetadata(precision=...)",
     "query_lengths": "op(query, cache, query_lengths=...) of a cache; over arrays, mask=attnops.masks.Lengths(lengths)",
     "rows": "op(query, cache, rows=...) of a cache; over arrays, mask=attnops.masks.Segments(ids)",

@@ -11,7 +11,7 @@ import numpy as np
 from attnops.masks.at import at, take, token_array
 from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid, below_bounds, equal_bounds
-from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, less
+from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, less, numpy_of
 from attnops.masks.picture import text
 
 if TYPE_CHECKING:
@@ -69,22 +69,9 @@ class Segments(_Tokens):
         Raises:
             ValueError: they are not integers of that shape, or not such lengths.
         """
-        xp = np if isinstance(cu_seqlens, (np.ndarray, list, tuple)) else jnp
-        ends = xp.asarray(cu_seqlens)
-        if ends.ndim != 1:
-            raise ValueError(
-                f"cu_seqlens has shape {ends.shape}, but must have shape [documents + 1]; for a batch, give Segments "
-                f"the ids [B, T]"
-            )
-        check_integers("cu_seqlens", ends)
-        if is_known(ends) and ends.size:
-            known = np.asarray(ends).astype(np.int64)
-            if known[0] != 0 or (np.diff(known) < 0).any() or known[-1] > length:
-                raise ValueError(
-                    f"cu_seqlens={known.tolist() if known.size <= 9 else text(ends)} must begin with 0, not decrease, "
-                    f"and end at length={length} or before; give the sums of the documents' lengths"
-                )
-        return cls(xp.searchsorted(as_limits("cu_seqlens", ends), xp.arange(length, dtype=np.int32), side="right"))
+        ends = cumulative_lengths("cu_seqlens", cu_seqlens, length)
+        xp = numpy_of(ends)
+        return cls(xp.searchsorted(ends, xp.arange(length, dtype=np.int32), side="right"))
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
         if self.kv_ids is None and T != S:
@@ -109,6 +96,32 @@ class Segments(_Tokens):
     def __repr__(self) -> str:
         ids = text(self.q_ids) if self.kv_ids is None else f"{text(self.q_ids)}, {text(self.kv_ids)}"
         return f"Segments({ids})"
+
+
+def cumulative_lengths(name: str, values: Leaf, length: int) -> Array:
+    """Cumulative lengths of documents, int32 [documents + 1]; traced values are not checked.
+
+    Raises:
+        ValueError: they are not integers of that shape; or known, and do not rise from 0 to ``length`` at most.
+    """
+    ends = np.asarray(values) if isinstance(values, (np.ndarray, list, tuple)) else jnp.asarray(values)
+    if ends.ndim != 1 or not ends.size:
+        raise ValueError(
+            f"{name} has shape {ends.shape}, but must have shape [documents + 1]; for a batch, give Segments "
+            f"the ids [B, T]"
+        )
+    check_integers(name, ends)
+    if is_known(ends):
+        known = np.asarray(ends).astype(np.int64)
+        falls = np.diff(known) < 0
+        if known[0] != 0 or falls.any() or known[-1] > length:
+            first = 0 if known[0] != 0 else int(falls.argmax()) if falls.any() else known.size - 1
+            shown = f"={known.tolist()}" if known.size <= 9 else f"[{first}:{first + 2}]={known[first:][:2].tolist()}"
+            raise ValueError(
+                f"{name}{shown} must begin with 0, not decrease, and end at length={length} or before; give the sums "
+                f"of the documents' lengths"
+            )
+    return as_limits(name, ends)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

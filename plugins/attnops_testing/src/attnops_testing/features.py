@@ -238,6 +238,7 @@ def _features() -> Iterable[Feature]:
     yield Feature("logsumexp", "logsumexp", {"return_lse": True})
     yield Feature("weights", "weights", {"return_weights": True})
     yield Feature("layout BHTD", "layout", {"layout": "BHTD"})
+    yield Feature("total-token layout", "layout", {"layout": "THD"}, cost=2)
 
 
 FEATURES: Final[dict[str, Feature]] = {feature.name: feature for feature in _features()}

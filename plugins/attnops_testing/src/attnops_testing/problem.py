@@ -19,7 +19,7 @@ from attnops.dropout import dropout_seed
 from attnops.errors import Reason
 from attnops.masks import Mask
 from attnops.output import OperationOutput
-from attnops_testing import oracle
+from attnops_testing import oracle, total
 from attnops_testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_close, tolerance
 
 if TYPE_CHECKING:
@@ -112,7 +112,9 @@ class Problem:
         if self.options.get("dropout_key") is not None and self.metadata.dropout_prob:
             words = dropout_seed(self.options["dropout_key"])[:2]  # the other words are 0 without a shard
             prob = options["dropout_prob"] = self.metadata.dropout_prob
-            options["keep"] = oracle.dropout_keep(words, prob, self.shape)
+            THD = self.metadata.layout == "THD"
+            keep = oracle.dropout_keep(words, prob, total.tokens_of(self.shape) if THD else self.shape)
+            options["keep"] = total.kept(keep, self.shape) if THD else keep
         return options
 
     @functools.cached_property
@@ -138,22 +140,41 @@ class Problem:
             inputs: values in place of those of `inputs`.
             mask: a mask in place of the options'.
         """
-        qkv, options = self._arguments(inputs)
-        result: OperationOutput = operation(*qkv, **(options if mask is None else options | {"mask": mask}))
+        qkv, options = self._arguments(inputs, mask)
+        result: OperationOutput = operation(*qkv, **options)
         named = {name: value for name, value in result.to_dict().items() if value is not None}
+        if self.metadata.layout == "THD":
+            return total.outputs(named, self.shape)
         if self.metadata.layout == "BHTD":
             named["attention_outputs"] = named["attention_outputs"].swapaxes(1, 2)
         return named
 
-    def _arguments(self, inputs: dict[str, jax.Array]) -> tuple[list[jax.Array], dict[str, Any]]:
+    def _arguments(
+        self, inputs: dict[str, jax.Array], mask: Mask | ArrayLike | None = None
+    ) -> tuple[list[jax.Array], dict[str, Any]]:
         BHTD = self.metadata.layout == "BHTD"
         qkv = [inputs[name].swapaxes(1, 2) if BHTD else inputs[name] for name in ("query", "key", "value")]
-        return qkv, self.options | {name: value for name, value in inputs.items() if name in ("bias", "sinks")}
+        options = self.options | {name: value for name, value in inputs.items() if name in ("bias", "sinks")}
+        if mask is not None:
+            options["mask"] = mask
+        if self.metadata.layout != "THD":
+            return qkv, options
+        pads = total.padding(*self.shape[2:])
+        return [total.tokens(x, pads[i > 0]) for i, x in enumerate(qkv)], total.options(options, self.shape)
 
     def request(self, operation: OperationImpl) -> Request:
         """The call's request to an operation; compiles nothing."""
-        qkv, options = self._arguments(self.inputs)
-        return operation.request(*qkv, **options)
+        requests = []
+
+        def ask(inputs: dict[str, jax.Array]) -> None:
+            qkv, options = self._arguments(inputs)
+            requests.append(operation.request(*qkv, **options))
+
+        if self.metadata.layout == "THD":  # arguments are computed
+            jax.eval_shape(ask, self.inputs)
+        else:
+            ask(self.inputs)
+        return requests[0]
 
     def reasons(self, operation: OperationImpl) -> list[Reason]:
         """Why the operation's forward for the platform can't serve the call."""

@@ -47,6 +47,7 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
         "mask_kinds": frozenset({"Segments", "Lengths", "KeyPadding", "Ancestors", "&"}),
     },
     "`MaskFn`, `~`, positions": {"mask": "…", "mask_kinds": frozenset({"MaskFn", "~", "at"})},
+    "total-token layout": {"batch": 1, "mask": "…", "mask_kinds": frozenset({"Causal", "at", "Segments", "&"})},
     "array bias": {"bias_kind": "array", "bias_shape": (1, 8, 1024, 1024), "bias_dtype": "bfloat16"},
     "`ALiBi`, `RelativePosition`": {"bias_kind": "RelativePosition"},
     "`ScoreFn`": {"bias_kind": "ScoreFn"},

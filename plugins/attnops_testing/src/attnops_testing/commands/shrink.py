@@ -201,8 +201,8 @@ def _described(problem: Problem) -> str:
     options |= {"dropout_prob": problem.metadata.dropout_prob} if problem.metadata.dropout_prob else {}
     named = [f"{name}={_value(value)}" for name, value in options.items() if name != "dropout_key"]
     dtypes = dict.fromkeys(jnp.dtype(x.dtype).name for x in (problem.query, problem.key, problem.value))
-    if problem.metadata.layout == "BHTD":
-        named.append("layout=BHTD")
+    if problem.metadata.layout != "BTHD":
+        named.append(f"layout={problem.metadata.layout}")
     return ", ".join([f"B{B} T{T} S{S} H{H} K{K} D{D} Dv{Dv} {'/'.join(dtypes)}", *named])
 
 

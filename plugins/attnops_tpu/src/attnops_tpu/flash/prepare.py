@@ -12,7 +12,7 @@ from jax import lax
 from attnops.dropout import dropout_rows, dropout_seed
 from attnops.kernels import FlashCall, elementwise_bias, merged, of_bias, of_mask, ragged
 from attnops.masks import Coverage, Mask, block_map
-from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
+from attnops_tpu.flash.operands import Arrays, chosen_by_tile, pad_last, value_layout
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile_schedule import MASKED, Bodies, TileSchedules, reduced, row_chunks, tile_schedule
 
@@ -35,7 +35,8 @@ def arrays(plan: FlashPlan, call: FlashCall) -> Arrays:
         values = function.compute(leaves, shape)
         result = result._replace(
             mask=tuple(value_layout(plan, axes, x) for axes, x in zip(function.values, values, strict=True)),
-            dense=tuple(_padded(plan, jnp.asarray(x).astype(jnp.int8)) for x in dense),
+            dense=tuple(_padded(plan, jnp.asarray(x).astype(jnp.int8)) for x in dense[: scoring.dense]),
+            chosen=tuple(chosen_by_tile(plan, x) for x in dense[scoring.dense :]),
         )
     if scoring.bias is not None:
         function, leaves = of_bias(bias)

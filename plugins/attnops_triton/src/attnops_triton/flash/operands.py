@@ -19,6 +19,7 @@ class Arrays(NamedTuple):
     Attributes:
         mask: values of the mask, each [B or 1, H or 1, n], where n is T, S or 1.
         dense: the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S].
+        chosen: the choices of the mask's `attnops.masks.Blocks`, int8 [B or 1, H or 1, nq, nk].
         bias: values of an elementwise bias, each [B or 1, H or 1, n], where n is T, S or 1.
         table: a bias by distance, float32 [1, H, T + S − 1]; distance ``kv − q`` is element ``kv − q + T − 1``.
         array: a bias of T × S elements, [B or 1, H or 1, T, S].
@@ -28,6 +29,7 @@ class Arrays(NamedTuple):
 
     mask: tuple[jax.Array, ...] = ()
     dense: tuple[jax.Array, ...] = ()
+    chosen: tuple[jax.Array, ...] = ()
     bias: tuple[jax.Array, ...] = ()
     table: jax.Array | None = None
     array: jax.Array | None = None
@@ -53,6 +55,7 @@ def score_operands(plan: FlashPlan, arrays: Arrays) -> list[Operand]:
     """The inputs of a tile's scores other than query and key, and of dropout."""
     operands = [Operand(f"mask{i}", x) for i, x in enumerate(arrays.mask)]
     operands += [Operand(f"dense{i}", x) for i, x in enumerate(arrays.dense)]
+    operands += [Operand(f"chosen{i}", x) for i, x in enumerate(arrays.chosen)]
     operands += [Operand(f"bias{i}", x) for i, x in enumerate(arrays.bias)]
     operands += [Operand(name, getattr(arrays, name)) for name in ("table", "array", "dropout")
                  if getattr(arrays, name) is not None]  # fmt: skip

@@ -26,7 +26,7 @@ class Pointers(NamedTuple):
     Attributes:
         q, k, v, d_out, m, log2_sum, delta: those of `attnops_triton.flash.backward.Inputs`.
         statistics: [B, H, 2, padded], the logsumexp to base 2 and delta, for specialised kernels.
-        mask, dense, bias, table, array, sinks, dropout: those of `attnops_triton.flash.operands.Arrays`.
+        mask, dense, chosen, bias, table, array, sinks, dropout: those of `attnops_triton.flash.operands.Arrays`.
         ranges, columns, words, first: those of `attnops_triton.flash.tile_schedule.TileSchedule`.
         coverage, numbers: those of `attnops_triton.flash.tile_schedule.EveryTile`.
         dq_before: zeros, to which dq is added in place.
@@ -47,6 +47,7 @@ class Pointers(NamedTuple):
     statistics: Any = None
     mask: tuple[Any, ...] = ()
     dense: tuple[Any, ...] = ()
+    chosen: tuple[Any, ...] = ()
     bias: tuple[Any, ...] = ()
     table: Any = None
     array: Any = None
@@ -317,7 +318,7 @@ def options_of(
     return kind(
         plan=bare, tiles=tiles, is_even=is_even(plan, tiles), scales_first=plan.scales_first,
         score_unit=plan.score_unit, has_bias=scoring.has_bias, splits_groups=plan.splits_groups,
-        mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),
+        mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense + len(scoring.chosen), gluon),
         score=score_function(scoring.bias, scoring.cap, gluon),
         score_vjp=score_vjp_function(scoring.bias) if differentiates and scoring.bias is not None else None,
         masks=_values(scoring.mask), biases=_values(scoring.bias), layouts=grouped(layouts), **others,

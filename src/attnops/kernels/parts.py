@@ -84,8 +84,7 @@ def _trace_mask(
 
     def function(b: Index, h: Index, q: Index, kv: Index, *arrays: Leaf) -> PyTree:
         plain, dense, chosen = (iter(x) for x in (arrays[:n], arrays[n : n + n_dense], arrays[n + n_dense :]))
-        given = {Dense: dense, Blocks: chosen}
-        leaves = [next(plain) if kind is None else _Given(next(given[kind])) for kind in tiled]
+        leaves = [next(plain) if kind is None else _Given(next(dense if kind is Dense else chosen)) for kind in tiled]
         return jax.tree.unflatten(tree, leaves).allowed(b, h, q, kv)
 
     scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * (len(tiled) - tiled.count(None))
@@ -143,8 +142,9 @@ class _Given(Mask):
 
 
 def _is_tiled(leaf: Leaf) -> bool:
-    arrays = {Dense: "array", Blocks: "chosen"}
-    return type(leaf) in arrays and min(getattr(leaf, arrays[type(leaf)]).shape[2:]) > 1
+    if not isinstance(leaf, (Dense, Blocks)):
+        return False
+    return min((leaf.array if isinstance(leaf, Dense) else leaf.chosen).shape[2:]) > 1
 
 
 def _avals(leaves: Sequence[Leaf]) -> tuple[Aval, ...]:

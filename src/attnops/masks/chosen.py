@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -94,6 +95,13 @@ class Blocks(Mask):
 
     def __repr__(self) -> str:
         return f"Blocks({text(self.chosen)}, {self.q_block}, {self.kv_block})"
+
+
+def block_sizes(mask: Mask | None) -> tuple[int, int] | None:
+    """The fewest queries and keys per block of the `Blocks` in a mask; None without any."""
+    parts = jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Blocks))
+    sizes = [(x.q_block, x.kv_block) for x in parts if isinstance(x, Blocks)]
+    return (min(q for q, _ in sizes), min(kv for _, kv in sizes)) if sizes else None
 
 
 def _rows(sums: Array, index: Array, axis: int = 2) -> Array:

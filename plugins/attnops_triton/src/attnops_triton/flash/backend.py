@@ -72,7 +72,16 @@ class TritonFlash(FlashBackend):
             interpret=metadata.interpret,
         )  # fmt: skip
         measured = with_measured(specialised_tiles(arch, facts, scoring), facts)
-        tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, bit_mask or scoring.dense > 0 or scoring.array, measured, (T, S))
+        tiles = choose(
+            arch,
+            dtype.name,
+            max(D, Dv),
+            metadata.block_q,
+            metadata.block_k,
+            bit_mask or scoring.dense > 0 or scoring.array,
+            measured,
+            (T, S),
+        )
         return FlashPlan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, is_partial=call.is_partial, scale=call.scale,

@@ -157,7 +157,7 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
             per_row = draw(st.booleans()) and offset is not None
             mask = Ancestors(parents, rng.integers(-T, S + 1, (B, 1)) if per_row else _first(offset))
         case "Blocks":
-            sizes = number(1, 9), number(1, 9)
+            sizes = int(rng.integers(1, 9)), int(rng.integers(1, 9))
             heads = draw(st.sampled_from([n for n in (1, 2, H) if H % n == 0]))
             shape = draw(st.sampled_from([1, B])), heads, -(-T // sizes[0]), -(-S // sizes[1])
             mask = Blocks(rng.random(shape) < 0.6, *sizes)

@@ -3,13 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.kernels import of_mask
 from attnops.masks import Blocks, Causal, Coverage, block_map, block_sizes
+from attnops.operations.flash.tile_schedule import tile_schedule
 from attnops.operations.flash.tile_sizes import choose_tiles
 
 Array = np.ndarray[Any, Any]
@@ -126,11 +126,13 @@ def test_only_tiles_of_chosen_blocks_are_computed_and_one_program_serves_all_cho
 
 def test_a_schedule_lists_the_tiles_of_chosen_blocks_alone() -> None:
     chosen = choice(3, 1, 2, 8, 8)
-    from attnops.operations.flash.tile_schedule import tile_schedule
 
-    coverage = block_map(Blocks(jnp.asarray(chosen), 32, 32), (1, 2, 256, 256), 32, 32).coverage
-    for tiles, expected in ((coverage[0], chosen[0]), (coverage[0].swapaxes(1, 2), chosen[0].swapaxes(1, 2))):
-        schedule = tile_schedule(tiles)
+    @jax.jit
+    def schedules(chosen: jax.Array) -> Any:
+        coverage = block_map(Blocks(chosen, 32, 32), (1, 2, 256, 256), 32, 32).coverage[0]
+        return tile_schedule(coverage), tile_schedule(coverage.swapaxes(1, 2))
+
+    for schedule, expected in zip(schedules(chosen), (chosen[0], chosen[0].swapaxes(1, 2)), strict=True):
         for m, row in np.ndindex(2, 8):
             listed = schedule.columns[m, schedule.start[m, row] : schedule.stop[m, row]]
             assert sorted(listed.tolist()) == np.nonzero(expected[m, row])[0].tolist()

@@ -25,6 +25,10 @@ def qkv() -> tuple[Any, ...]:
     return draw(0, B, T, H, D), draw(1, B, T, K, D), draw(2, B, T, K, D)
 
 
+def means(x: Any, block: int) -> Any:
+    return np.stack([x[:, i : i + block].mean(axis=1) for i in range(0, T, block)], axis=1)
+
+
 def plain(query: jax.Array, key: jax.Array, value: jax.Array, seen: Any) -> jax.Array:
     """Attention with an array of all scores; ``seen`` [B, H, T, S]. A query that sees no key gives 0."""
     key, value = (jnp.repeat(x, H // K, axis=2) for x in (key, value))
@@ -63,19 +67,20 @@ def agree(function: Callable[..., jax.Array], expected: Callable[..., jax.Array]
 
 def test_the_mean_of_a_short_last_block_is_that_of_its_tokens() -> None:
     x = np.arange(10.0).reshape(1, 10, 1, 1)
-    np.testing.assert_allclose(np.ravel(pooled(jnp.asarray(x), 4)), [1.5, 5.5, 8.5])
+    np.testing.assert_allclose(np.ravel(jax.jit(pooled, static_argnums=1)(x, 4)), [1.5, 5.5, 8.5])
 
 
 def test_the_own_block_is_chosen_and_none_after_it() -> None:
-    scores = jnp.asarray([[[[9.0, 1, 2, 3]] * 4]])
-    assert top_blocks(scores, 2, 4, 4)[0, 0].tolist() == [[0, -1], [1, 0], [2, 0], [3, 0]]
+    scores = np.array([[[[9.0, 1, 2, 3]] * 4]])
+    chosen = jax.jit(lambda x: top_blocks(x, 2, 4, 4))(scores)
+    assert np.asarray(chosen)[0, 0].tolist() == [[0, -1], [1, 0], [2, 0], [3, 0]]
 
 
 @pytest.mark.parametrize("q_block", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_moba_agrees_with_plain_attention(q_block: int) -> None:
     query, key, value = qkv()
-    queries = np.asarray(pooled(query, q_block)).reshape(B, -1, K, H // K, D).sum(3)
-    scores = np.einsum("bqkd,bskd->bkqs", queries, np.asarray(pooled(key, 8)))
+    queries = means(query, q_block).reshape(B, -1, K, H // K, D).sum(3)
+    scores = np.einsum("bqkd,bskd->bkqs", queries, means(key, 8))
     seen = chosen_by_loops(scores, 3, q_block, 8)
     function = functools.partial(moba, FLASH, block=8, top_k=3, q_block=q_block)
     agree(function, lambda *x: plain(*x, seen), query, key, value)
@@ -85,10 +90,10 @@ def test_moba_agrees_with_plain_attention(q_block: int) -> None:
 def test_nsa_agrees_with_three_plain_branches() -> None:
     block, window = 8, 6
     query, key, value = qkv()
-    gates = jax.nn.sigmoid(draw(3, B, T, H, 3))
+    gates = np.abs(draw(3, B, T, H, 3))
     i, j = np.arange(T)[:, None], np.arange(T)
     complete = np.broadcast_to((np.arange(-(-T // block)) + 1) * block - 1 <= i, (B, H, T, -(-T // block)))
-    by_head = np.einsum("bthd,bshd->bhts", query, np.repeat(pooled(key, block), H // K, axis=2)) * D**-0.5
+    by_head = np.einsum("bthd,bshd->bhts", query, np.repeat(means(key, block), H // K, axis=2)) * D**-0.5
     exponentials = np.where(complete, np.exp(by_head), 0)
     weights = exponentials / np.maximum(exponentials.sum(-1, keepdims=True), 1e-30)
     chosen = chosen_by_loops(weights.reshape(B, K, H // K, T, -1).sum(2), 3, 1, block, always=1)
@@ -108,10 +113,9 @@ def test_nsa_agrees_with_three_plain_branches() -> None:
 
 def test_the_indexer_chooses_the_tokens_of_the_highest_scores() -> None:
     q, k, w = draw(4, B, T, 3, 8), draw(5, B, T, 8), draw(6, B, T, 3)
-    scores = indexer_scores(q, k, w)
+    scores, tokens = map(np.asarray, jax.jit(lambda *x: ((y := indexer_scores(*x)), top_tokens(y, 5)))(q, k, w))
     wanted = (np.maximum(np.einsum("btje,bse->btjs", q, k), 0) * np.asarray(w)[..., None]).sum(2)
     np.testing.assert_allclose(scores, wanted, rtol=1e-4, atol=1e-4)
-    tokens = np.asarray(top_tokens(scores, 5))
     for b, i in np.ndindex(B, T):
         best = sorted(range(i + 1), key=lambda j: -float(scores[b, i, j]))[:5]
         assert [t for t in tokens[b, i].tolist() if t >= 0] == best
@@ -119,23 +123,28 @@ def test_the_indexer_chooses_the_tokens_of_the_highest_scores() -> None:
 
 def test_attention_to_chosen_tokens_agrees_as_a_mask_and_as_a_gather() -> None:
     query, key, value = qkv()
-    tokens = top_tokens(draw(7, B, T, T), 5)
+    tokens = np.asarray(jax.jit(top_tokens, static_argnums=1)(draw(7, B, T, T), 5))
     seen = np.zeros((B, T, T + 1), bool)
     np.put_along_axis(seen, np.asarray(tokens), True, axis=2)  # -1 is the last, which is dropped
     seen = np.broadcast_to(seen[:, None, :, :T], (B, H, T, T))
     agree(
         lambda *x: FLASH(*x, mask=tokens_mask(tokens)).attention_outputs, lambda *x: plain(*x, seen), query, key, value
     )
-    gathered = attend_to_tokens(FLASH, query[:, -1:], key, value, tokens[:, -1:])
-    np.testing.assert_allclose(gathered, plain(query, key, value, seen)[:, -1:], rtol=1e-4, atol=1e-5)
+
+    @jax.jit
+    def gathered(query: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = attend_to_tokens(FLASH, query[:, -1:], key, value, tokens[:, -1:])
+        return out, plain(query, key, value, seen)[:, -1:]
+
+    np.testing.assert_allclose(*gathered(query), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_the_loss_is_the_divergence_from_the_weights_and_its_gradient_their_difference(top_k: int | None) -> None:
     scores, causal = draw(8, B, T, T), np.tril(np.ones((T, T), bool))
     logits = np.where(causal, draw(10, B, H, T, T), -np.inf)
-    weights = jax.nn.softmax(jnp.asarray(logits), axis=-1)
-    tokens = None if top_k is None else top_tokens(scores, top_k)
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    tokens = None if top_k is None else np.asarray(jax.jit(top_tokens, static_argnums=1)(scores, top_k))
     seen = np.broadcast_to(causal, (B, T, T)).copy()
     if tokens is not None:
         seen = np.zeros((B, T, T + 1), bool)

@@ -113,8 +113,8 @@ def _dense(B: int, H: int, T: int, S: int) -> ExpectedMask:
 
 
 def _blocks(B: int, H: int, T: int, S: int) -> ExpectedMask:
-    """Blocks that are no multiple of a tile, which two heads share; some queries see no key."""
-    n = H // 2 if H % 2 == 0 else H
+    """Blocks that are no multiple of a tile; of more than two heads, two share a choice. Some queries see no key."""
+    n = max(H // 2, 2) if H % 2 == 0 else H
     chosen = np.random.default_rng(13).random((B, n, -(-T // 12), -(-S // 7))) < 0.4
     return ExpectedMask(Blocks(chosen, 12, 7), _by_token(chosen, 12, 7, (H, T, S)))
 

@@ -37,7 +37,7 @@ class KernelJob(NamedTuple):
         generation: the TPU generation.
         name: the contender's name.
         backward: which pass.
-        mask: causal, full, window, documents or packed.
+        mask: causal, full, window, documents, packed or blocks.
         T: tokens.
         head_dim: the head dim of queries, keys and values.
         blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
@@ -55,15 +55,22 @@ class KernelJob(NamedTuple):
 
 
 def attnops_mask(kind: str, T: int) -> Any:
-    from attnops.masks import Causal, Segments, SlidingWindow
+    from attnops.masks import Blocks, Causal, Segments, SlidingWindow
 
     masks = {
         "causal": Causal(),
         "window": Causal() & SlidingWindow(1023, 0),
         "documents": Causal() & Segments(np.arange(T) // 1024),
         "packed": Causal() & Segments(_packed(T)),
+        "blocks": Blocks(_chosen(T), 512, 512),
     }
     return masks[kind].bind(BATCH.get(kind, 1), HEADS, T, T) if kind in masks else None
+
+
+def _chosen(T: int) -> Any:
+    """One block of 512 keys of eight for each block of queries, at random, as indices."""
+    n, rng = -(-T // 512), np.random.default_rng(0)
+    return np.stack([rng.permutation(n)[: n // 8] for _ in range(n)])[None, None]
 
 
 def _packed(T: int) -> Any:

@@ -51,6 +51,7 @@ PROBLEMS: Final = {
     "16 documents, 16k": (16384, "documents"),
     # Measured for attnops-tpu only.
     "32 packed sequences, 8k": (8192, "packed"),
+    "1 of 8 blocks of 512, 16k": (16384, "blocks"),
 }
 SCREENED: Final = (4096, "causal")
 # HBM bytes per cycle and core: the published bandwidth divided by the clock at which the matrix units reach the
@@ -251,7 +252,7 @@ def main(
     for each in generation or ["v6e", "tpu7x"]:
         for D in head_dim or [128]:
             for case in problem or list(PROBLEMS):
-                names = ["attnops-tpu"] if PROBLEMS[case][1] in BATCH else only or list(CONTENDERS)
+                names = ["attnops-tpu"] if PROBLEMS[case][1] in (*BATCH, "blocks") else only or list(CONTENDERS)
                 compared = [measured(results, name, each, D, case) for name in names]
                 console.print(table(compared))
                 rows += compared

@@ -29,6 +29,7 @@ MASKS = {
     "lengths": "Lengths(np.array([11]))",
     "union": "SlidingWindow(2, 0) | (Causal() & MaskFn(lambda b, h, q, kv: kv % 5 == 0))",
     "negation": "~SlidingWindow(1, 1)",
+    "chosen": "Causal() & Blocks(np.array([[[[0, -1, -1], [1, 0, -1], [2, 0, -1], [3, 1, 2]]]]), 4, 4)",
     "tree": "Ancestors(np.array([[-1, 0, 0, 1, 1, 2]]))",
 }
 

@@ -12,7 +12,7 @@ import pytest
 from attnops import Limits, OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, ScoreFn, alibi_slopes
 from attnops.kernels.parts import of_bias, of_mask
-from attnops.masks import Causal, MaskFn, Segments, SlidingWindow
+from attnops.masks import Blocks, Causal, MaskFn, Segments, SlidingWindow
 from attnops_testing.feature_masks import MASKS, TRACED_MASKS
 
 SHAPE = B, H, T, S = 2, 4, 24, 40
@@ -32,7 +32,8 @@ def test_a_mask_is_put_together_again(name: str, traced: bool) -> None:
         assert all(not {"q", "kv"} <= axes for axes in function.values)
         values = function.compute(leaves, SHAPE)
         assert all(x.size <= B * H * max(T, S) for x in values), "nothing of T × S elements"
-        return function.apply(None, *INDICES, values, dense)
+        tiles = [x.dense(*SHAPE) if isinstance(x, Blocks) else x for x in dense]
+        return function.apply(None, *INDICES, values, tiles)
 
     found = jax.jit(whole)(jax.tree.map(jnp.asarray, mask)) if traced else whole(mask)
     np.testing.assert_array_equal(np.broadcast_to(found, SHAPE), np.broadcast_to(visible, SHAPE))

@@ -10,7 +10,7 @@ from attention_in_steps import Reference
 
 from attnops.biases import Bias
 from attnops.dropout import dropout_keep, dropout_rows, dropout_seed
-from attnops.masks import And, Causal, Full, Segments, SlidingWindow
+from attnops.masks import And, Blocks, Causal, Full, MaskFn, Segments, SlidingWindow
 
 TILE = 16
 
@@ -95,6 +95,32 @@ class PaddingAfterDocumentsSeesItself(Reference):
                 if isinstance(mask, Segments)
                 else mask
             )
+
+        return super().allowed(edit_mask(mask, edit), B, H, T, S)
+
+
+class BlocksOfTheFirstHeadForAll(Reference):
+    """The blocks that were chosen for the first heads are those of all heads."""
+
+    found_by = "Blocks"
+
+    def allowed(self, mask, B, H, T, S):
+        def edit(mask):
+            return Blocks(mask.chosen[:, :1], mask.q_block, mask.kv_block) if isinstance(mask, Blocks) else mask
+
+        return super().allowed(edit_mask(mask, edit), B, H, T, S)
+
+
+class BlocksOneKeyShort(Reference):
+    """A block has one key less than it should."""
+
+    found_by = "traced Blocks"
+
+    def allowed(self, mask, B, H, T, S):
+        def edit(mask):
+            if not isinstance(mask, Blocks):
+                return mask
+            return mask & MaskFn(lambda b, h, q, kv, n=mask.kv_block: kv % n != n - 1)
 
         return super().allowed(edit_mask(mask, edit), B, H, T, S)
 

@@ -168,7 +168,7 @@ def test_explain_gives_the_reasons_of_the_others(run: Any, register: Any) -> Non
         (["--dtype", "float64"], "dtype='float64', but must be float32, bfloat16 or float16"),
         (["--dtype", "int8"], "query has dtype int8, but must be floating-point; cast it"),
         (["--heads", "8", "--kv-heads", "3"], "query has 8 heads and key has 3: the kv heads must divide the heads"),
-        (["--mask", "caussal"], "mask='caussal' is unknown; write an expression of Ancestors, Causal"),
+        (["--mask", "caussal"], "mask='caussal' is unknown; write an expression of Ancestors, Blocks"),
         (["--mask", "7x1024"], "mask has shape (7, 1024), but must be 4-D"),
         (["--bias", "wide"], "bias='wide' is not a shape; write it as 4x1x128x128"),
         (["--dropout", "1.5"], "dropout_prob=1.5 must lie in [0, 1); use 0.0 for no dropout"),

@@ -105,7 +105,7 @@ def test_a_mask_is_drawn_as_an_image(tmp_path: Path, arguments: tuple[str, ...])
         (("SlidingWindow(-1, 0)",), "SlidingWindow's left=-1 must be at least 0"),
         (
             ("MaskFn(1)",),
-            "mask='MaskFn' is unknown; write an expression of Ancestors, Causal, Chunked, Dense, Full, KeyP",
+            "mask='MaskFn' is unknown; write an expression of Ancestors, Blocks, Causal, Chunked, Dense, Full, KeyP",
         ),
         (("Segments([0, 'a', 1])", "-T", "3"), "Segments' q_ids has dtype <U21, but must be integers"),
         (("Lengths(5)",), "Lengths' kv_lengths has shape (), but must have shape [B]=(1,)"),

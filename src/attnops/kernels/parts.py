@@ -14,6 +14,7 @@ import numpy as np
 from attnops.biases import Bias, function_of
 from attnops.kernels.elementwise import ARGUMENTS, AXES, Elementwise, split_program
 from attnops.masks.base import Dense, Mask
+from attnops.masks.chosen import Blocks
 from attnops.masks.functions import MaskFn
 from attnops.programs.functions import INDEX, SCORE, Bound
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES, trace
@@ -32,7 +33,7 @@ class MaskParts(NamedTuple):
         function: the mask as a function.
         leaves: the argument of `Elementwise.compute`.
         dense: the mask's arrays of T × S elements, [B or 1, H or 1, T, S] booleans, whose tiles are arguments of
-            `Elementwise.apply`.
+            `Elementwise.apply`; then its `attnops.masks.Blocks`, those of one block of queries or of keys excepted.
     """
 
     function: Elementwise
@@ -61,31 +62,32 @@ def of_mask(mask: Mask, by_row: bool = False) -> MaskParts:
             whose tiles each belong to one sequence.
     """
     leaves, tree = jax.tree.flatten(mask, is_leaf=_is_tiled)
-    tiled = [isinstance(leaf, Dense) for leaf in leaves]
-    plain = [leaf for leaf, is_tiled in zip(leaves, tiled, strict=True) if not is_tiled]
-    arrays = [leaf.array for leaf, is_tiled in zip(leaves, tiled, strict=True) if is_tiled]
+    tiled = tuple(type(leaf) if _is_tiled(leaf) else None for leaf in leaves)
+    plain = [leaf for leaf, kind in zip(leaves, tiled, strict=True) if kind is None]
+    arrays = [leaf.array for leaf, kind in zip(leaves, tiled, strict=True) if kind is Dense]
+    arrays += [leaf for leaf, kind in zip(leaves, tiled, strict=True) if kind is Blocks]
 
     avals = _avals(plain)
     wide = jax.dtypes.canonicalize_dtype(np.int64)
-    kept = _kept_mask(tree, tuple(tiled), avals, wide, by_row) if _is_structural(mask) else None
+    kept = _kept_mask(tree, tiled, avals, wide, by_row) if _is_structural(mask) else None
     if kept is not None:
         return MaskParts(kept, plain, arrays)
-    split, constants = _trace_mask(tree, tuple(tiled), avals, by_row)
+    split, constants = _trace_mask(tree, tiled, avals, by_row)
     return MaskParts(split, [*plain, *constants], arrays)
 
 
 def _trace_mask(
-    tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...], by_row: bool
+    tree: PyTreeDef, tiled: tuple[type | None, ...], avals: tuple[Aval, ...], by_row: bool
 ) -> tuple[Elementwise, list[Leaf]]:
     """A mask as a function, and the arrays that it closes over."""
-    n = len(avals)
+    n, n_dense = len(avals), tiled.count(Dense)
 
     def function(b: Index, h: Index, q: Index, kv: Index, *arrays: Leaf) -> PyTree:
-        plain, given = iter(arrays[:n]), iter(arrays[n:])
-        leaves = [_Given(next(given)) if is_tiled else next(plain) for is_tiled in tiled]
+        plain, dense, chosen = (iter(x) for x in (arrays[:n], arrays[n : n + n_dense], arrays[n + n_dense :]))
+        leaves = [next(plain) if kind is None else _Given(next(dense if kind is Dense else chosen)) for kind in tiled]
         return jax.tree.unflatten(tree, leaves).allowed(b, h, q, kv)
 
-    scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * sum(tiled)
+    scores = [jax.ShapeDtypeStruct((), jnp.bool_)] * (len(tiled) - tiled.count(None))
     traced = trace(function, [*(INDEX,) * 4, *avals, *scores], CALLS | WITH_DERIVATIVES)
     leaves = [*avals, *_avals(traced.constants)]
     return split_program(traced.program, AXES, leaves, len(scores), by_row), traced.constants
@@ -93,7 +95,7 @@ def _trace_mask(
 
 @functools.lru_cache(maxsize=512)
 def _kept_mask(
-    tree: PyTreeDef, tiled: tuple[bool, ...], avals: tuple[Aval, ...], wide: Aval, by_row: bool
+    tree: PyTreeDef, tiled: tuple[type | None, ...], avals: tuple[Aval, ...], wide: Aval, by_row: bool
 ) -> Elementwise | None:
     """A mask that its structure determines; None if it closes over arrays. ``wide`` is JAX's widest integer dtype."""
     split, constants = _trace_mask(tree, tiled, avals, by_row)
@@ -125,7 +127,7 @@ def of_bias(bias: Bias, by_row: bool = False) -> BiasParts:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Given(Mask):
-    """A placeholder for a dense array: its value at one score."""
+    """A placeholder for a dense array or for blocks: their value at one score."""
 
     seen: BoolArray
 
@@ -140,7 +142,9 @@ class _Given(Mask):
 
 
 def _is_tiled(leaf: Leaf) -> bool:
-    return isinstance(leaf, Dense) and min(leaf.array.shape[2:]) > 1
+    if not isinstance(leaf, (Dense, Blocks)):
+        return False
+    return min((leaf.array if isinstance(leaf, Dense) else leaf.chosen).shape[2:]) > 1
 
 
 def _avals(leaves: Sequence[Leaf]) -> tuple[Aval, ...]:

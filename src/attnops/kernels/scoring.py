@@ -10,7 +10,7 @@ import jax
 from attnops.biases import ALiBi, Bias, RelativeBias
 from attnops.kernels.elementwise import Elementwise
 from attnops.kernels.parts import of_bias, of_mask
-from attnops.masks import Mask
+from attnops.masks import Blocks, Mask
 
 if TYPE_CHECKING:
     from attnops.typing import Index, Leaf
@@ -24,6 +24,7 @@ class Scoring:
         cap: the soft cap.
         mask: the mask, elementwise; None for none.
         dense: number of arrays of T × S elements in the mask.
+        chosen: for each of the mask's `attnops.masks.Blocks`, the queries and the keys per block.
         bias: an elementwise bias; None for none.
         table: whether there is a bias by distance.
         array: whether there is a bias of T × S elements.
@@ -36,6 +37,7 @@ class Scoring:
     cap: float | None = None
     mask: Elementwise | None = None
     dense: int = 0
+    chosen: tuple[tuple[int, int], ...] = ()
     bias: Elementwise | None = None
     table: bool = False
     array: bool = False
@@ -101,10 +103,12 @@ def describe(
     bias = elementwise_bias(bias)
     table = isinstance(bias, RelativeBias) and not isinstance(bias, ALiBi)
     function, _, dense = (None, [], []) if mask is None or packed else of_mask(mask, by_row)
+    chosen = tuple((x.q_block, x.kv_block) for x in dense if isinstance(x, Blocks))
     return Scoring(
         cap=cap,
         mask=function,
-        dense=len(dense),
+        dense=len(dense) - len(chosen),
+        chosen=chosen,
         bias=of_bias(bias, by_row)[0] if isinstance(bias, Bias) and not table else None,
         table=table,
         array=bias is not None and not isinstance(bias, Bias),

@@ -19,9 +19,11 @@ from attnops.dispatch.binding import bind_bias
 from attnops.masks.ancestors import Ancestors
 from attnops.masks.at import At
 from attnops.masks.base import Mask
+from attnops.masks.chosen import Blocks
 from attnops.masks.positions import Full
 from attnops.masks.tokens import Segments
 from attnops.sharding.placing import whole
+from attnops_caches.masks.chosen import blocks_by_slot
 from attnops_caches.masks.packed import Packed, PackedByRow
 from attnops_caches.masks.slots import NO_KEY, NO_QUERY, AtSlots, Held, Slots, mapped, segments
 
@@ -101,7 +103,7 @@ def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
     rows = jnp.arange(scores.shape[0], dtype=jnp.int32)[None]
     if mask is None:
         return Packed(Full(), exists, rows).bind(*scores.slots_shape)
-    if "Ancestors" in mask.kinds():
+    if mask.kinds() & {"Ancestors", "Blocks"}:
         raise ValueError(
             f"{mask!r} numbers the queries of each row, but rows are packed, whose queries are numbered together; give "
             f"a batch [B, T] with query_lengths"
@@ -116,6 +118,9 @@ def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
 
 def _by_slot(scores: ScorePositions, mask: Mask) -> Mask:
     """A caller's mask of a batch, by slot: evaluated at the slots' positions, or its arrays by key taken to slots."""
+    if isinstance(mask, Blocks):
+        _check_bounded(repr(mask), scores.cache)
+        return blocks_by_slot(mask, scores.shape, scores.slot_positions)
     q_positions = _unpadded(scores.q_positions) if isinstance(mask, Ancestors) else scores.q_positions
     if scores.rows is not None and not isinstance(mask, Ancestors) and type(mask).__module__.startswith("attnops."):
         place: Any = jax.ShapeDtypeStruct((scores.shape[0], scores.shape[3]), jnp.int32)

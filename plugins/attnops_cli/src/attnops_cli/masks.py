@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from attnops.masks import (
     Ancestors,
+    Blocks,
     Causal,
     Chunked,
     Dense,
@@ -24,7 +25,7 @@ from attnops.masks import (
 )
 
 # Without `MaskFn`, whose function can't be written on the command line.
-_PRIMITIVES = (Ancestors, Causal, Chunked, Dense, Full, KeyPadding, Lengths, PrefixLM, Segments, SlidingWindow)
+_PRIMITIVES = (Ancestors, Blocks, Causal, Chunked, Dense, Full, KeyPadding, Lengths, PrefixLM, Segments, SlidingWindow)
 _BY_NAME: dict[str, type[Mask]] = {cls.__name__.lower(): cls for cls in _PRIMITIVES}
 _BINARY = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_}
 
@@ -79,7 +80,7 @@ def _argument(cls: type[Mask], node: ast.expr) -> Any:
     except ValueError:
         raise ValueError(f"mask={ast.unparse(node)!r} must be a number, or a tuple for an array's shape") from None
     if isinstance(value, tuple):
-        return jnp.zeros(value, bool if cls.__name__ in ("Dense", "KeyPadding") else jnp.int32)
+        return jnp.zeros(value, bool if cls.__name__ in ("Blocks", "Dense", "KeyPadding") else jnp.int32)
     return value
 
 

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, ClassVar
 
 import jax.numpy as jnp
 
 from attnops.biases import Bias
 from attnops.dropout import ShiftedKey
-from attnops.masks import And, At, Causal, CoverageBounds, Full, Grid, KeyPadding, Mask, Not, Or, Shifted, SlidingWindow
+from attnops.masks import (
+    And,
+    At,
+    Blocks,
+    Causal,
+    CoverageBounds,
+    Full,
+    Grid,
+    KeyPadding,
+    Mask,
+    Not,
+    Or,
+    Shifted,
+    SlidingWindow,
+)
 
 if TYPE_CHECKING:
     import jax
@@ -78,6 +93,8 @@ def _slice(mask: Mask, q: Chunk, kv: Chunk, may_shift: bool) -> Mask:
         given = (_tokens(x, by, 1) for x, by in ((mask.q_positions, q), (mask.kv_positions, kv)))
         defaults = inner.q_positions, inner.kv_positions
         return At(inner.mask, *(default if x is None else x for x, default in zip(given, defaults, strict=True)))
+    if isinstance(mask, Blocks):
+        return _slice_blocks(mask, q, kv)
     axes = mask.axes
     offset: Leaf = getattr(mask, "offset", 0)
     if axes is None or (getattr(offset, "ndim", 0) == 2 and offset.shape[1] > 1):
@@ -97,6 +114,16 @@ def _slice(mask: Mask, q: Chunk, kv: Chunk, may_shift: bool) -> Mask:
         return dataclasses.replace(mask, **changes)  # type: ignore[type-var]
     at_zero = mask.with_offset(0) if hasattr(mask, "with_offset") else mask
     return At(at_zero, q.index[None] + offset, kv.index[None])
+
+
+def _slice_blocks(mask: Blocks, q: Chunk, kv: Chunk) -> Blocks:
+    """Chosen blocks, in blocks that divide both those of the mask and the chunks; of one token where it is strided."""
+    chosen, sizes = jnp.asarray(mask.chosen), []
+    for axis, block, chunk in ((2, mask.q_block, q), (3, mask.kv_block, kv)):
+        size = math.gcd(block, chunk.size) if chunk.stride == 1 else 1
+        chosen = jnp.take(chosen, chunk.index[::size] // block, axis=axis)
+        sizes.append(size)
+    return Blocks(chosen, *sizes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

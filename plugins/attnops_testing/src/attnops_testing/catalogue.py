@@ -16,7 +16,7 @@ import numpy as np
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
-from attnops.masks import Causal, Chunked, Dense, KeyPadding, Lengths, MaskFn, PrefixLM, Segments, SlidingWindow
+from attnops.masks import Blocks, Causal, Chunked, Dense, KeyPadding, Lengths, MaskFn, PrefixLM, Segments, SlidingWindow
 
 if TYPE_CHECKING:
     from attnops.biases import Bias
@@ -103,6 +103,10 @@ def causal_segments(ids: jax.Array) -> Mask:
     return Causal() & Segments(ids)
 
 
+def causal_blocks(chosen: jax.Array) -> Mask:
+    return Causal() & Blocks(chosen, 128, 128)
+
+
 def every_third(b: jax.Array, h: jax.Array, q: jax.Array, kv: jax.Array) -> jax.Array:
     return (q - kv) % 3 != 0
 
@@ -149,6 +153,10 @@ CASES = {
     "lengths": CompileCase(B=2, mask=Lengths, traced=(Shape((2,), jnp.int32),)),
     "padding": CompileCase(mask=KeyPadding, traced=(Shape((1, 2048), jnp.bool_),)),
     "dense mask": CompileCase(mask=Dense, traced=(Shape((1, 1, 2048, 2048), jnp.bool_),)),
+    "chosen blocks": CompileCase(mask=causal_blocks, traced=(Shape((1, 8, 16, 16), jnp.bool_),)),
+    "chosen blocks of 64 keys by query": CompileCase(
+        mask=lambda x: Causal() & Blocks(x, 1, 64), traced=(Shape((1, 2, 2048, 16), jnp.int32),)
+    ),
     "traced offset": CompileCase(mask=lambda x: Causal(offset=x), traced=(Shape((1, 1), jnp.int32),)),
     "positions": CompileCase(mask=lambda x: Causal().at(x, x), traced=(ids(),)),
     "MaskFn": CompileCase(mask=lambda: Causal() & MaskFn(every_third)),
@@ -183,6 +191,7 @@ DISTINCT: Final = (
     "window per head",
     "documents",
     "dense mask",
+    "chosen blocks",
     "positions",
     "MaskFn",
     "bias",

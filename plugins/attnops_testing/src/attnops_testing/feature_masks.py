@@ -12,6 +12,7 @@ import numpy as np
 
 from attnops.masks import (
     Ancestors,
+    Blocks,
     Causal,
     Chunked,
     Dense,
@@ -109,6 +110,29 @@ def _key_padding(B: int, H: int, T: int, S: int) -> ExpectedMask:
 def _dense(B: int, H: int, T: int, S: int) -> ExpectedMask:
     array = np.random.default_rng(7).random((B, H, T, S)) < 0.5
     return ExpectedMask(Dense(array), array)
+
+
+def _blocks(B: int, H: int, T: int, S: int) -> ExpectedMask:
+    """Blocks that are no multiple of a tile; of more than two heads, two share a choice. Some queries see no key."""
+    n = max(H // 2, 2) if H % 2 == 0 else H
+    chosen = np.random.default_rng(13).random((B, n, -(-T // 12), -(-S // 7))) < 0.4
+    return ExpectedMask(Blocks(chosen, 12, 7), _by_token(chosen, 12, 7, (H, T, S)))
+
+
+def _block_indices(B: int, H: int, T: int, S: int) -> ExpectedMask:
+    """The indices of blocks of 16 tokens, two of each row, of which one may be -1."""
+    nq, nk = -(-T // 16), -(-S // 16)
+    rng = np.random.default_rng(14)
+    indices = np.stack([rng.integers(-1, nk, (B, 1, nq)), rng.integers(0, nk, (B, 1, nq))], axis=3)
+    chosen = (indices[..., None] == np.arange(nk)).any(axis=3)
+    return ExpectedMask(Blocks(indices, 16, 16), _by_token(chosen, 16, 16, (H, T, S)))
+
+
+def _by_token(chosen: Array, q_block: int, kv_block: int, sizes: tuple[int, int, int]) -> Array:
+    """Which keys each query sees [B, H, T, S], from the chosen blocks [B, n, nq, nk] and H, T and S."""
+    H, T, S = sizes
+    by_head = np.repeat(chosen, H // chosen.shape[1], axis=1)
+    return by_head[:, :, np.arange(T) // q_block][..., np.arange(S) // kv_block]
 
 
 def _dense_broadcast(B: int, H: int, T: int, S: int) -> ExpectedMask:
@@ -210,6 +234,7 @@ MASKS: Final[dict[str, MaskCase]] = {
     "KeyPadding": _key_padding,
     "Dense": _dense,
     "Dense, broadcast": _dense_broadcast,
+    "Blocks": _blocks,
     "Ancestors": _ancestors,
     "MaskFn": _function,
     "mask & mask": _and,
@@ -225,6 +250,7 @@ TRACED_MASKS: Final[dict[str, MaskCase]] = {
     "traced Causal(offset)": _per_batch,
     "traced Segments": _and,
     "traced Lengths": _lengths,
+    "traced Blocks": _block_indices,
     "traced Ancestors": _ancestors_at,
 }
 

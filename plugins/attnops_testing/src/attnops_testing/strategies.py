@@ -14,6 +14,7 @@ from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.request import AttentionRequest
 from attnops.masks import (
     Ancestors,
+    Blocks,
     Causal,
     Chunked,
     Dense,
@@ -155,6 +156,11 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
             parents = rng.integers(0, 2**31, (draw(st.sampled_from([1, B])), T)) % (np.arange(T) + 1) - 1
             per_row = draw(st.booleans()) and offset is not None
             mask = Ancestors(parents, rng.integers(-T, S + 1, (B, 1)) if per_row else _first(offset))
+        case "Blocks":
+            sizes = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+            heads = draw(st.sampled_from([n for n in (1, 2, H) if H % n == 0]))
+            shape = draw(st.sampled_from([1, B])), heads, -(-T // sizes[0]), -(-S // sizes[1])
+            mask = Blocks(rng.random(shape) < 0.6, *sizes)
         case "Dense":
             mask = Dense(rng.random(draw(broadcastable((B, H, T, S)))) < 0.6)
         case _:
@@ -170,7 +176,7 @@ def masks(draw: st.DrawFn, B: int, H: int, T: int, S: int, depth: int = 2) -> Ma
 
 _LEAVES = (
     "Full", "Causal", "SlidingWindow", "Chunked", "PrefixLM", "Segments", "Lengths", "KeyPadding", "Ancestors", "Dense",
-    "MaskFn",
+    "Blocks", "MaskFn",
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "head_dim 256": {"head_dim": 256, "value_head_dim": 256},
     "head dims 576/512 (MLA)": {"kv_heads": 1, "head_dim": 576, "value_head_dim": 512},
     "array mask": {"mask": "Dense", "mask_kinds": frozenset({"Dense"}), "mask_shape": (2, 1, 1024, 1024)},
+    "chosen blocks (`Blocks`)": {"mask": "Blocks", "mask_kinds": frozenset({"Blocks"})},
     "`Causal`": {
         "mask": "Causal()",
         "mask_kinds": frozenset({"Causal"}),

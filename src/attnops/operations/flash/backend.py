@@ -17,6 +17,7 @@ from attnops.kernels.flash import FlashBackend, FlashCall
 from attnops.kernels.vjp import Operands, attend, contribution_gradients
 from attnops.masks.base import Mask
 from attnops.masks.blocks import block_map
+from attnops.masks.chosen import block_sizes
 from attnops.operations.flash.backward import NativeInputs, backward
 from attnops.operations.flash.forward import forward, from_arrays
 from attnops.operations.flash.operands import NativeArrays
@@ -79,7 +80,8 @@ class NativeFlash(FlashBackend):
     def tiles(self, call: FlashCall, row: NativeTileSizes) -> tuple[int, int]:
         """Queries and keys per tile."""
         (_, T, H, _), (S, K) = call.query.shape, call.key.shape[1:3]
-        return choose_tiles(T, S, H // K, call.metadata.block_q, call.metadata.block_k, row)
+        return choose_tiles(T, S, H // K, call.metadata.block_q, call.metadata.block_k, row,
+                            block_sizes(call.mask))  # fmt: skip
 
     def arrays(self, plan: NativePlan, call: FlashCall) -> NativeArrays:
         is_data = plan.scoring.numbers is None

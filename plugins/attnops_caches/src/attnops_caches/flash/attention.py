@@ -29,6 +29,7 @@ from attnops.operations.flash.tile_sizes import NativeTileSizes, choose_tiles
 from attnops.output import OperationOutput
 from attnops_caches.calls.reader import READERS, CacheLimits, CacheOptions, CacheReader, cache_of
 from attnops_caches.flash import whole
+from attnops_caches.masks.chosen import smallest_block
 from attnops_caches.masks.packed import by_query
 from attnops_caches.masks.slots import AtSlots
 from attnops_caches.tiles import StoreLoader, TileAt, TileLoader
@@ -75,6 +76,8 @@ class CachedFlash(NativeFlash):
         if T <= _FEW and not given:
             window = _window(call.mask)
             block_k = self._keys(call) if window is None else max(_LEAST_KEYS, min(_KEYS, window // 4))
+        if not given and (chosen := smallest_block(call.mask)):
+            block_k = min(block_k, chosen)
         return block_q, self._fitting(block_k)
 
     def _keys(self, call: FlashCall) -> int:

@@ -35,6 +35,8 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
                      "use a mask that is computed from positions")  # fmt: skip
     if cache.is_packed and "Dense" in request.mask_kinds:
         yield from _by_row(request)
+    if "Blocks" in kinds and request.query_length > 1:
+        yield Reason("mask", "Blocks", "over a cache, of several queries, are not read in place", "decode one query")
     G = request.heads // request.kv_heads
     tiles = -(-request.query_length // queries_a_tile(metadata.block_q, request.query_length, G))
     if not cache.is_packed and not rows_a_call(tiles):

@@ -109,7 +109,7 @@ class PallasFlash(FlashBackend):
         dq, dk, dv = backward(plan, inputs, arrays, schedules.spans)
         dq = jnp.moveaxis(dq[..., : plan.T], 3, 1)
         dk, dv = (jnp.moveaxis(d[..., : plan.S], 3, 1) for d in (dk, dv))
-        d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
+        d_arrays = Arrays(mask=None, dense=None, chosen=None, bias=None)  # type: ignore[arg-type]
         if wants_bias:
             d_arrays = bias_gradients(plan, inputs, arrays, schedules.forward, schedules.by_score)
         return dq, dk, dv, d_arrays

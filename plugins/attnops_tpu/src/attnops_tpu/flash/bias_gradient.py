@@ -47,7 +47,8 @@ def bias_gradients(
             d_table = _summed(by_distance, arrays.table)
     if arrays.array is not None:
         d_array = _array_gradient(plan, inputs, arrays, by_score).astype(arrays.array.dtype)
-    return Arrays(mask=None, dense=None, bias=d_values, table=d_table, array=d_array)  # type: ignore[arg-type]
+    d_arrays = Arrays(mask=None, dense=None, chosen=None)  # type: ignore[arg-type]
+    return d_arrays._replace(bias=d_values, table=d_table, array=d_array)
 
 
 def _all_rows(

@@ -164,7 +164,7 @@ def _bytes_a_score(plan: FlashPlan) -> int:
     if mask is None and not scoring.dropout_prob:
         return 0
     is_simple = mask is None or (not mask.values and mask.primitives <= COMPARISONS)
-    return 4 if is_simple and not scoring.dense and not scoring.dropout_prob else 8
+    return 4 if is_simple and not scoring.dense and not scoring.chosen and not scoring.dropout_prob else 8
 
 
 def _current_tile(schedule: TileSchedule, b: jax.Array, h: jax.Array, step: jax.Array, entries: Ref) -> TileIndex:

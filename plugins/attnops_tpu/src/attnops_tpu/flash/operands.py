@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import Elementwise
+from attnops.masks import Blocks
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile_schedule import TileSchedule
 from attnops_tpu.references import Input
@@ -39,6 +40,9 @@ class Arrays(NamedTuple):
     mask: tuple[Any, ...] = ()  # values of the mask, see `value_layout`; blocks [1, bq] or [1, bk]
     bias: tuple[Any, ...] = ()  # values of an elementwise bias, see `value_layout`; blocks [1, bq] or [1, bk]
     dense: tuple[Any, ...] = ()  # the mask's arrays of T × S elements, int8 [B or 1, H or 1, Tp, Sp]; blocks [bq, bk]
+    # the choices of the mask's `attnops.masks.Blocks`, bfloat16 [B or 1, H or 1, nq · rows, nk · columns], see
+    # `chosen_by_tile`; blocks [rows, columns]
+    chosen: tuple[Any, ...] = ()
     # a bias by distance, float32 [B or 1, H, 1, Sp + Tp]; distance ``q − kv`` is element ``q − kv + Sp``; blocks [1, Sp
     # + Tp].
     table: Any = None
@@ -89,6 +93,12 @@ def by_score(x: jax.Array, plan: FlashPlan) -> Operand:
     return Operand(x, (None, None, plan.bq, plan.bk), lambda p: (*_lead(x, p), p.q_tile, p.kv_tile))
 
 
+def by_tile(x: jax.Array, plan: FlashPlan) -> Operand:
+    """[B or 1, H or 1, nq · rows, nk · columns]: the rows and columns of a tile."""
+    block = x.shape[2] // plan.nq, x.shape[3] // plan.nk
+    return Operand(x, (None, None, *block), lambda p: (*_lead(x, p), p.q_tile, p.kv_tile))
+
+
 def by_head(x: jax.Array) -> Operand:
     """[B or 1, H or 1, 1, n]: all n elements of a head."""
     return Operand(x, (None, None, 1, x.shape[3]), lambda p: (*_lead(x, p), 0, 0))
@@ -108,6 +118,7 @@ def array_operands(plan: FlashPlan, arrays: Arrays) -> Arrays:
         mask=values(plan.scoring.mask, arrays.mask),
         bias=values(plan.scoring.bias, arrays.bias),
         dense=tuple(by_score(x, plan) for x in arrays.dense),
+        chosen=tuple(by_tile(x, plan) for x in arrays.chosen),
         table=None if arrays.table is None else by_head(arrays.table),
         array=None if arrays.array is None else by_score(arrays.array, plan),
         dropout=None if arrays.dropout is None else by_query(arrays.dropout, plan),
@@ -158,6 +169,24 @@ def value_layout(plan: FlashPlan, axes: frozenset[str], x: jax.Array) -> jax.Arr
     # The last token's value is repeated beyond the ragged end: a function might divide by 0.
     size = plan.Tp if "q" in axes else plan.Sp
     return jnp.pad(x, [(0, 0)] * 3 + [(0, size - x.shape[3])], mode="edge")
+
+
+def chosen_by_tile(plan: FlashPlan, blocks: Blocks) -> jax.Array:
+    """Which blocks of keys were chosen for which blocks of queries, tile by tile: those that overlap a tile come first.
+
+    Returns:
+        bfloat16 [B or 1, H or 1, nq · rows, nk · columns], where rows and columns fill vector registers.
+    """
+    x = jnp.asarray(blocks.chosen).astype(jnp.bfloat16)
+    for axis, size, tile, tiles, multiple in (
+        (2, blocks.q_block, plan.bq, plan.nq, 16), (3, blocks.kv_block, plan.bk, plan.nk, 128)
+    ):  # fmt: skip
+        start = np.arange(tiles) * tile
+        first, last = start // size, (start + tile - 1) // size
+        width = -(-int((last - first).max() + 1) // multiple) * multiple
+        index = (first[:, None] + np.arange(width)).reshape(-1)
+        x = jnp.take(x, index, axis=axis, mode="fill", fill_value=0)
+    return x
 
 
 def pad_last(x: jax.Array, size: int) -> jax.Array:

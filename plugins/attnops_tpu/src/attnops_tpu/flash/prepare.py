@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Final
 
 import jax
@@ -11,8 +12,8 @@ from jax import lax
 
 from attnops.dropout import dropout_rows, dropout_seed
 from attnops.kernels import FlashCall, elementwise_bias, merged, of_bias, of_mask, ragged
-from attnops.masks import Coverage, Mask, block_map
-from attnops_tpu.flash.operands import Arrays, pad_last, value_layout
+from attnops.masks import Coverage, Mask, block_map, block_sizes
+from attnops_tpu.flash.operands import Arrays, chosen_by_tile, pad_last, value_layout
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile_schedule import MASKED, Bodies, TileSchedules, reduced, row_chunks, tile_schedule
 
@@ -35,7 +36,8 @@ def arrays(plan: FlashPlan, call: FlashCall) -> Arrays:
         values = function.compute(leaves, shape)
         result = result._replace(
             mask=tuple(value_layout(plan, axes, x) for axes, x in zip(function.values, values, strict=True)),
-            dense=tuple(_padded(plan, jnp.asarray(x).astype(jnp.int8)) for x in dense),
+            dense=tuple(_padded(plan, jnp.asarray(x).astype(jnp.int8)) for x in dense[: scoring.dense]),
+            chosen=tuple(chosen_by_tile(plan, x) for x in dense[scoring.dense :]),
         )
     if scoring.bias is not None:
         function, leaves = of_bias(bias)
@@ -96,10 +98,20 @@ def _reduced(plan: FlashPlan, mask: Mask | None, coverage: Array, by_key: bool) 
 def count_active_tiles(
     mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, block_k: int
 ) -> tuple[int, int] | None:
-    """How many tiles of a head are PARTIAL, and how many FULL; None for a traced mask."""
+    """How many tiles of a head are PARTIAL, and how many FULL; None for a traced mask.
+
+    For traced `attnops.masks.Blocks` it is an estimate, with one block of eight chosen at random.
+    """
     # Called for every candidate; for a traced mask, only a block map of one tile is computed.
     if not block_map(mask, shape, *shape[2:]).is_static:
-        return None
+        sizes = block_sizes(mask)
+        if sizes is None:
+            return None
+        tiles, in_tile = (
+            math.prod(-(-n // size) for n, size in zip(lengths, of, strict=True))
+            for lengths, of in ((shape[2:], (block_q, block_k)), ((block_q, block_k), sizes))
+        )
+        return 0, math.ceil(tiles * (1 - (7 / 8) ** in_tile))
     blocks = block_map(mask, shape, block_q, block_k)
     return int(blocks.count(Coverage.PARTIAL)), int(blocks.count(Coverage.FULL))
 

@@ -64,6 +64,7 @@ class SubTile:
         visible = None
         if mask is not None:
             given = [self._by_score(ref) != 0 for ref in self.arrays.dense]
+            given += [self._chosen(*x) for x in zip(self.arrays.chosen, plan.scoring.chosen, strict=True)]
             values = self._values(mask, self.arrays.mask)
             visible = mask.apply(None, self.batch, self.index.h, q, kv, values, given, REPLACEMENTS)
             visible = jnp.broadcast_to(visible, shape)
@@ -133,6 +134,17 @@ class SubTile:
         x = ref[self.queries, self.keys]
         return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32).T
 
+    def _chosen(self, ref: Ref, sizes: tuple[int, int]) -> jax.Array:
+        """Where a block of keys was chosen for a block of queries, [rows, cols], from `chosen_by_tile`."""
+        (q_block, kv_block), (q, kv), plan = map(np.int32, sizes), self._indices(), self.plan
+        # The matrix unit looks blocks up, by their indices among those of the tile.
+        q = lax.div(q, q_block) - lax.div(self.index.q_tile * plan.bq, q_block)
+        kv = lax.div(kv, kv_block) - lax.div(self.index.kv_tile * plan.bk, kv_block)
+        of_queries = lax.broadcasted_iota(jnp.int32, (ref.shape[0], self.cols), 0) == q
+        of_keys = lax.broadcasted_iota(jnp.int32, (self.rows, ref.shape[1]), 1) == kv
+        by_query = _looked_up(ref[...], of_queries.astype(jnp.float32), 0)
+        return _looked_up(of_keys.astype(jnp.float32), by_query, 1) != 0
+
     def _by_distance(self) -> jax.Array:
         """The bias by distance [rows, cols]: each key's row is the row before it, shifted by one query."""
         width = self.rows + self.cols
@@ -144,6 +156,12 @@ class SubTile:
         plan = self.plan
         first = self.index.q_tile * plan.bq - self.index.kv_tile * plan.bk + (plan.Sp + self.col - self.row - self.rows)
         return first if plan.interpret else pl.multiple_of(first, 128)
+
+
+def _looked_up(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """A product of zeros and ones, over an axis of ``a`` and the first of ``b``, exact in one pass."""
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return lax.dot_general(a, b, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def score_unit(plan: FlashPlan) -> float:

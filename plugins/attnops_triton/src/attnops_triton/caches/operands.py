@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
-from attnops.masks import Dense
+from attnops.masks import Blocks, Dense
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_triton.caches.parameters import Tokens
 from attnops_triton.caches.plan import CachePlan
@@ -19,7 +19,7 @@ from attnops_triton.language.translate import PRIMITIVES
 def fitted(call: FlashCall) -> FlashCall:
     """The call, with arrays of all scores in place of masks and biases that can't be translated to Triton."""
     mask, bias, shape = call.mask, call.bias, call.scores_shape
-    if mask is not None and not is_translatable(mask):
+    if mask is not None and (not is_translatable(mask) or any(isinstance(x, Blocks) for x in of_mask(mask)[2])):
         mask = Dense(jnp.broadcast_to(mask.dense(*shape), shape)).bind(*shape)
     if bias is not None and not of_bias(bias)[0].primitives <= PRIMITIVES:
         bias = bias.array(*shape)  # of an `attnops_caches.scores.SlotBias`

@@ -64,15 +64,24 @@ class TritonFlash(FlashBackend):
             fully_masked = call.mask.has_fully_masked_tokens(T, S)
             scoring = dataclasses.replace(scoring, has_fully_masked_tokens=fully_masked)
         arch = current() if metadata.interpret else current() or device_arch()
-        per_score = bit_mask or scoring.dense > 0 or scoring.array
+        mask_per_score = bit_mask or scoring.dense > 0 or scoring.chosen != ()
         facts = CallFacts(
-            dtype.name, D, Dv, (T, S), mask_per_score=bit_mask or scoring.dense > 0, bias=scoring.has_bias,
+            dtype.name, D, Dv, (T, S), mask_per_score=mask_per_score, bias=scoring.has_bias,
             dropout=bool(scoring.dropout_prob), may_be_fully_masked=scoring.has_fully_masked_tokens,
             is_partial=call.is_partial, sets_tile_sizes=(metadata.block_q, metadata.block_k) != (None, None),
             interpret=metadata.interpret,
         )  # fmt: skip
         measured = with_measured(specialised_tiles(arch, facts, scoring), facts)
-        tiles = choose(arch, dtype.name, max(D, Dv), metadata.block_q, metadata.block_k, per_score, measured, (T, S))
+        tiles = choose(
+            arch,
+            dtype.name,
+            max(D, Dv),
+            metadata.block_q,
+            metadata.block_k,
+            bit_mask or scoring.dense > 0 or scoring.array,
+            measured,
+            (T, S),
+        )
         return FlashPlan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, is_partial=call.is_partial, scale=call.scale,
@@ -148,7 +157,7 @@ def _gradients(
         plan = dataclasses.replace(plan, unordered=False)
         dq, d_per_query = by_query(plan, inputs, arrays, schedules.by_query or schedules.forward, per_query)
         dk, dv, d_per_key = by_key(plan, inputs, arrays, schedules.by_key, per_key)
-    d_arrays = Arrays(mask=None, dense=None, bias=None)  # type: ignore[arg-type]
+    d_arrays = Arrays(mask=None, dense=None, chosen=None, bias=None)  # type: ignore[arg-type]
     if wants_bias:
         d_values = d_per_query | d_per_key
         gradients: PyTree = (_sum_like(d_values[i], x) if i in d_values else None for i, x in enumerate(arrays.bias))

@@ -16,6 +16,7 @@ class Arrays(NamedTuple):
 
     mask: tuple[jax.Array, ...] = ()  # values of the mask, each [B or 1, H or 1, n], where n is T, S or 1
     dense: tuple[jax.Array, ...] = ()  # the mask's arrays of T × S elements, int8 [B or 1, H or 1, T, S]
+    chosen: tuple[jax.Array, ...] = ()  # the choices of its `attnops.masks.Blocks`, int8 [B or 1, H or 1, nq, nk]
     bias: tuple[jax.Array, ...] = ()  # values of an elementwise bias, each as those of the mask
     table: jax.Array | None = None  # a bias by distance, float32 [1, H, T + S − 1]; ``kv − q`` is at ``kv − q + T − 1``
     array: jax.Array | None = None  # a bias of T × S elements, [B or 1, H or 1, T, S]

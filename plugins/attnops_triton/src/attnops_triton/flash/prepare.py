@@ -43,7 +43,8 @@ def arrays(plan: FlashPlan, call: FlashCall) -> Arrays:
         function, leaves, dense = of_mask(mask)
         result = result._replace(
             mask=tuple(value_layout(x) for x in function.compute(leaves, shape)),
-            dense=tuple(jnp.asarray(x).astype(jnp.int8) for x in dense),
+            dense=tuple(jnp.asarray(x).astype(jnp.int8) for x in dense[: scoring.dense]),
+            chosen=tuple(jnp.asarray(x.chosen).astype(jnp.int8) for x in dense[scoring.dense :]),
         )
     if scoring.bias is not None:
         function, leaves = of_bias(bias)

@@ -117,7 +117,7 @@ def describe_kernels(request: AttentionRequest, metadata: OperationMetadata) -> 
     if not arch:
         return "kernels: depend on the GPU, and there is none; attnops_triton.targets.target(arch) names one"
     shape, kinds, mask_primitives = request.mask_shape, request.mask_kinds, request.mask_primitives
-    is_dense = "Dense" in kinds and (shape is None or min(shape[2:]) > 1)
+    is_dense = "Blocks" in kinds or ("Dense" in kinds and (shape is None or min(shape[2:]) > 1))
     facts = CallFacts(
         request.dtypes[0] if len(set(request.dtypes)) == 1 else "float32", request.head_dim, request.value_head_dim,
         (request.query_length, request.key_length),

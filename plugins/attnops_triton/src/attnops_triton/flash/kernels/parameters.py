@@ -32,7 +32,7 @@ _POINTERS: Final = (
     "d_array", "sums",  # the gradients of the bias by score and by distance
     "scratch",  # memory for the tensor maps of all programs
 )  # fmt: skip
-_GROUPS: Final = ("mask", "dense", "bias", "dq_bias", "dk_bias")
+_GROUPS: Final = ("mask", "dense", "chosen", "bias", "dq_bias", "dk_bias")
 
 # The first parameter. Pointers are None for arrays that a call does not have; groups are tuples of pointers.
 Pointers = collections.namedtuple("Pointers", _POINTERS, defaults=[() if x in _GROUPS else None for x in _POINTERS])
@@ -249,7 +249,7 @@ def options_of(
         plan=bare, tiles=tiles, is_even=is_even(plan, tiles), scales_first=plan.scales_first,
         score_unit=plan.score_unit, has_bias=scoring.has_bias,
         splits_groups=plan.splits_groups and others.get("transposed", False),
-        mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense, gluon),
+        mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense + len(scoring.chosen), gluon),
         score=score_function(scoring.bias, scoring.cap, gluon),
         score_vjp=score_vjp_function(scoring.bias) if differentiates and scoring.bias is not None else None,
         masks=describe_values(scoring.mask, of_tokens=True), biases=describe_values(scoring.bias, of_tokens=True),

@@ -135,6 +135,16 @@ def load_score(array, n, program, q, kv, other: tl.constexpr, layout: tl.constex
 
 
 @triton.jit
+def load_chosen(array, n, program, qx, kx, i: tl.constexpr, options: tl.constexpr):
+    """Whether the block of each key was chosen for the block of each query, in an array [B or 1, H or 1, nq, nk]."""
+    q_block: tl.constexpr = options.plan.scoring.chosen[i][0]
+    kv_block: tl.constexpr = options.plan.scoring.chosen[i][1]
+    nk = (n.S + (kv_block - 1)) // kv_block
+    at = base(array, n, program, (n.T + (q_block - 1)) // q_block, options.layouts.chosen[i], nk)
+    return tl.load(at + (qx // q_block) * nk + kx // kv_block) != 0
+
+
+@triton.jit
 def indices(n, program, q, kv, options: tl.constexpr):
     """The indices of batch, queries and keys for functions. Tokens beyond the last one have its index, so that no index
     is out of range.
@@ -180,6 +190,8 @@ def allowed(x, n, program, q, kv, values, bits_at, options: tl.constexpr):
             loaded = load_score(x.dense[i], n, program, q, kv, 0, options.layouts.dense[i], options)
             dense = dense + (loaded != 0,)
         b, qx, kx = indices(n, program, q, kv, options)
+        for i in tl.static_range(len(x.chosen)):
+            dense = dense + (load_chosen(x.chosen[i], n, program, qx, kx, i, options),)
         ok = options.mask(b, program.h, qx, kx, values.masks, dense)
     if options.plan.bit_mask:
         word: tl.constexpr = options.word

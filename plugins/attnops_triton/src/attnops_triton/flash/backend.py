@@ -36,10 +36,6 @@ class TritonFlash(FlashBackend):
     them the weights of the backward pass equal those of the forward pass to the last bit.
     """
 
-    second_derivative: ClassVar[str] = (
-        "this kernel's gradients have no derivative, but a second derivative was asked for; vanilla has one"
-    )
-
     def compute_dtype(self, call: FlashCall) -> DType:
         same = call.query.dtype == call.key.dtype == call.value.dtype
         return call.query.dtype if same else jnp.dtype(jnp.float32)

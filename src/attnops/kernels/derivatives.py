@@ -154,7 +154,9 @@ def _replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any
     return [new.get(i, x) for i, x in enumerate(given)]
 
 
-def _jvp_of(function: Callable[..., PyTree], moving: Sequence[int], given: Sequence[Any], tangents: list[Any]) -> PyTree:
+def _jvp_of(
+    function: Callable[..., PyTree], moving: Sequence[int], given: Sequence[Any], tangents: list[Any]
+) -> PyTree:
     """The tangent of ``function(given)`` for tangents of some of the arrays."""
     return jax.jvp(lambda *x: function(_replaced(given, moving, x)), [given[i] for i in moving], tangents)[1]
 
@@ -219,8 +221,14 @@ def _transpose(
 
 
 def _jvp(
-    given: Sequence[Any], tangents: Sequence[Any], *, n: int, moving: tuple[int, ...], axes: tuple[PyTree, ...], **rest: Any
-) -> tuple[list[jax.Array], list[jax.Array]]:
+    given: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    n: int,
+    moving: tuple[int, ...],
+    axes: tuple[PyTree, ...],
+    **rest: Any,
+) -> tuple[list[jax.Array], list[jax.Array]]:  # fmt: skip
     value = _tangent.bind(*given, n=n, moving=moving, axes=axes, **rest)
     known = len(given) - len(moving)
     kept = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]

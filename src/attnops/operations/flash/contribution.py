@@ -1,7 +1,7 @@
 """The sum over the keys at a given logsumexp, which JAX differentiates: derivatives that no kernel computes.
 
-A loop over tiles of queries holds one over tiles of keys. Both are checkpointed, so that reverse mode, too, needs O(T + S)
-memory; EMPTY tiles are not computed.
+A loop over tiles of queries holds one over tiles of keys. Both are checkpointed, so that reverse mode, too, needs
+O(T + S) memory. EMPTY tiles are not computed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def _contribution(plan: NativePlan, operands: Operands, lse: jax.Array, lse_resi
     k, v = (_tiles(plan, x, plan.nk, plan.bk) for x in (operands.key, operands.value))
 
     @jax.checkpoint
-    def tile(q: jax.Array, lse: jax.Array, k: jax.Array, v: jax.Array, bias: Leaf, at: Leaf) -> Contribution:
+    def tile(
+        q: jax.Array, lse: jax.Array, k: jax.Array, v: jax.Array, bias: Leaf, at: tuple[Leaf, Leaf, Leaf]
+    ) -> Contribution:
         index = plan.tile_index(*at, transposed=False)
         visible = None
         if arrays.mask is not None or is_ragged:

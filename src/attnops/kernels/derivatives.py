@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
+from attnops.kernels.calls import call
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.softmax import Contribution
 
@@ -89,22 +89,24 @@ class Passes(abc.ABC):
 def attend(passes: Passes, arrays: Sequence[jax.Array]) -> Result:
     """The forward pass, with derivatives of every order. The statistics' rounding error has none."""
 
-    def rule(given: PyTree, tangents: PyTree) -> tuple[Result, Result]:
-        (arrays,), (tangents,) = given, tangents
-        out, statistics = attend(passes, arrays)
-        # Tagged here, where they become residuals; elsewhere a checkpoint policy would name a copy.
-        out, statistics = tag(out, OUTPUT_NAME), tuple(tag(x, LOGSUMEXP_NAME) for x in statistics)
-        first = enumerate(tangents[: passes.differentiable])
-        moving = [i for i, t in first if not isinstance(t, SymbolicZero) and t.dtype != jax.dtypes.float0]
-        if not moving:
-            return (out, statistics), jax.tree.map(jnp.zeros_like, (out, statistics))
-        given = *arrays, out, *statistics, *(tangents[i] for i in moving)
-        d_out, d_lse = _tangent.bind(*given, passes=passes, n=len(arrays), moving=tuple(moving), axes=())
-        lse, residual = passes.logsumexp(statistics)
-        d_statistics = jax.jvp(passes.statistics, (lse, residual), (d_lse, jnp.zeros_like(residual)))[1]
-        return (out, statistics), (d_out, d_statistics)
+    def forward(*arrays: jax.Array) -> list[jax.Array]:
+        out, statistics = passes.forward(list(arrays))
+        return [out, *statistics]
 
-    return _with_jvp(passes.forward, rule, list(arrays))
+    def rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        # Tagged here, where they become residuals; elsewhere a checkpoint policy would name a copy.
+        out, *statistics = (tag(x, LOGSUMEXP_NAME if i else OUTPUT_NAME) for i, x in enumerate(outputs))
+        moving = [i for i, t in enumerate(tangents[: passes.differentiable]) if t is not None]
+        if not moving:
+            return [out, *statistics], [None] * len(outputs)
+        given = *inputs, out, *statistics, *(tangents[i] for i in moving)
+        d_out, d_lse = _tangent.bind(*given, passes=passes, n=len(inputs), moving=tuple(moving), axes=())
+        lse, residual = passes.logsumexp(tuple(statistics))
+        d_statistics = jax.jvp(passes.statistics, (lse, residual), (d_lse, jnp.zeros_like(residual)))[1]
+        return [out, *statistics], [d_out, *d_statistics]
+
+    out, *statistics = call(forward, rule, arrays)
+    return out, tuple(statistics)
 
 
 def gradients(
@@ -119,33 +121,22 @@ def gradients(
     """`Passes.gradients`, with derivatives of every order."""
     leaves, tree = jax.tree.flatten((arrays, out, statistics, d_out, d_lse))
 
-    def kernel(given: list[jax.Array]) -> list[jax.Array]:
+    def kernel(*given: jax.Array) -> list[jax.Array]:
         return passes.gradients(wanted, *jax.tree.unflatten(tree, given))
 
-    def plain(given: list[jax.Array]) -> list[jax.Array]:
+    def plain(*given: jax.Array) -> list[jax.Array]:
         arrays, out, statistics, d_out, d_lse = jax.tree.unflatten(tree, given)
         d_out = d_out.astype(jnp.float32)
         d_weight = d_lse if out is None else d_lse - (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         contribution = functools.partial(_contribution, passes, wanted, arrays, statistics)
         return list(jax.vjp(contribution, *(arrays[i] for i in wanted))[1](Contribution(d_out, d_weight)))
 
-    def rule(given: PyTree, tangents: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
-        (given,), (tangents,) = given, tangents
-        value = gradients(passes, wanted, *jax.tree.unflatten(tree, given))
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        d = _jvp_of(plain, moving, given, [tangents[i] for i in moving])
-        return value, [x.astype(y.dtype) for x, y in zip(d, value, strict=True)]
+    def rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, t in enumerate(tangents) if t is not None]
+        d = _jvp_of(plain, moving, inputs, [tangents[i] for i in moving])
+        return outputs, [x.astype(y.dtype) for x, y in zip(d, outputs, strict=True)]
 
-    return _with_jvp(kernel, rule, leaves)
-
-
-def _with_jvp(function: Callable[..., Any], rule: Callable[..., Any], arrays: list[jax.Array]) -> Any:
-    """``function(arrays)`` with a `jax.custom_jvp`; without one where nothing is traced, which is faster."""
-    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return function(arrays)
-    run = jax.custom_jvp(function)
-    run.defjvp(rule, symbolic_zeros=True)
-    return run(arrays)
+    return call(kernel, rule, leaves)
 
 
 def _replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -158,7 +149,7 @@ def _jvp_of(
     function: Callable[..., PyTree], moving: Sequence[int], given: Sequence[Any], tangents: list[Any]
 ) -> PyTree:
     """The tangent of ``function(given)`` for tangents of some of the arrays."""
-    return jax.jvp(lambda *x: function(_replaced(given, moving, x)), [given[i] for i in moving], tangents)[1]
+    return jax.jvp(lambda *x: function(*_replaced(given, moving, x)), [given[i] for i in moving], tangents)[1]
 
 
 def _contribution(
@@ -238,7 +229,7 @@ def _jvp(
         given, moving = given[:known], tuple(moving[i - known] for i in kept)
         return value, _tangent.bind(*given, *(tangents[i] for i in kept), n=n, moving=moving, axes=axes, **rest)
     function = functools.partial(_evaluate, n=n, moving=moving, axes=axes, **rest)
-    return value, _jvp_of(lambda x: function(*x), kept, given, [tangents[i] for i in kept])
+    return value, _jvp_of(function, kept, given, [tangents[i] for i in kept])
 
 
 def _batch(

@@ -41,8 +41,9 @@ def _evaluate(*arrays: jax.Array, function: Function, rule: Rule, jaxpr: PyTree)
     return function(*arrays) if jaxpr is None else core.jaxpr_as_fun(jaxpr)(*arrays)
 
 
-def _abstract(*given: Any, function: Function, rule: Rule, jaxpr: PyTree) -> Values:
-    return list((jax.make_jaxpr(function)(*given) if jaxpr is None else jaxpr).out_avals)
+def _abstract(*given: Any, function: Function, rule: Rule, jaxpr: PyTree) -> tuple[Values, PyTree]:
+    jaxpr = jax.make_jaxpr(function)(*given) if jaxpr is None else jaxpr
+    return list(jaxpr.out_avals), jaxpr.effects  # an interpreter of kernels may have effects
 
 
 def _jvp(inputs: Sequence[Any], tangents: Sequence[Any], **call: Any) -> tuple[Values, Values]:
@@ -68,7 +69,7 @@ def _batch(
 
 
 _call.def_impl(_evaluate)
-_call.def_abstract_eval(_abstract)
+_call.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[_call] = _jvp
 batching.primitive_batchers[_call] = _batch
 mlir.register_lowering(_call, mlir.lower_fun(_evaluate, multiple_results=True))

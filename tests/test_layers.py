@@ -34,7 +34,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
         ),
         (
             "plugins/attnops_tpu/src/attnops_tpu/flash/plan.py",
-            "from attnops.kernels.vjp import attend",
+            "from attnops.kernels.derivatives import attend",
             "Plugins",
         ),
         ("src/attnops/operations/auto.py", "import attnops_ring", "The core"),

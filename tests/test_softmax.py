@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.errors import NotDifferentiableError
 from attnops.sharding import create_mesh
 from attnops.softmax import Contribution
 from attnops_testing.partial import check_partial
@@ -139,11 +139,21 @@ def test_a_mesh_and_another_layout_are_refused() -> None:
         transposed.partial(x, x, x)
 
 
-def test_a_derivative_of_partial_vjp_is_refused() -> None:
-    x = jnp.ones((1, 8, 2, 16))
+def test_a_derivative_of_partial_vjp_is_that_of_its_formula() -> None:
+    x = jnp.linspace(-1, 1, 128).reshape(1, 8, 2, 8)
+    lse, residual, d_out, d_weight = jnp.full((1, 2, 8), 2.0), jnp.zeros((1, 2, 8)), jnp.sin(9 * x), jnp.ones((1, 2, 8))
     flash: Any = OperationRegistry.create("attnops:flash")
-    with pytest.raises(NotDifferentiableError, match=r"second derivative"):
-        jax.grad(lambda lse: flash.partial_vjp(x, x, x, lse, ROWS, D)[0].sum())(ROWS)
+
+    def formula(lse: jax.Array) -> jax.Array:
+        weights = jnp.exp(jnp.einsum("bthd,bshd->bhts", x, x) * 8**-0.5 - lse[..., None])
+        d_scores = weights * (jnp.einsum("bthd,bshd->bhts", d_out, x) + d_weight[..., None])
+        return (jnp.einsum("bhts,bshd->bthd", d_scores, x) * 8**-0.5 * jnp.cos(x)).sum()
+
+    def found(lse: jax.Array) -> jax.Array:
+        dq = flash.partial_vjp(x, x, x, lse, residual, Contribution(d_out, d_weight), wants_bias=False)[0]
+        return (dq * jnp.cos(x)).sum()
+
+    np.testing.assert_allclose(*(jax.jit(jax.grad(f))(lse) for f in (found, formula)), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

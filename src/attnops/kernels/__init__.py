@@ -12,9 +12,10 @@ To wrap an existing kernel:
 
 To write a kernel for the contract: `of_mask` and `of_bias` split masks and biases into values by token and a function
 of scores, `describe` returns what is done to scores, `ragged` and `merged` adapt block maps to tiles, `folds_batch` and
-`one_by_one` are rules of `jax.vmap`, `is_differentiated` and `cotangents` are for rules of `jax.custom_vjp`.
-`FlashBackend` is the skeleton of flash attention: a kernel that implements it has the derivative and partial softmaxes
-(`attnops.softmax`). `TraceContext` is for values set by a ``with`` block that traces depend on.
+`one_by_one` are rules of `jax.vmap`.
+`FlashBackend` is the skeleton of flash attention: a kernel that implements it has derivatives of every order and
+partial softmaxes (`attnops.softmax`). Another loop over keys has derivatives of every order by `Passes` and `attend`.
+`TraceContext` is for values set by a ``with`` block that traces depend on.
 """
 
 from __future__ import annotations
@@ -26,32 +27,30 @@ from attnops.kernels.context import TraceContext  # not lazily: its JAX context 
 
 if TYPE_CHECKING:
     from attnops.kernels.block_maps import map_shape, merged, ragged
+    from attnops.kernels.derivatives import Passes, attend
     from attnops.kernels.elementwise import Elementwise
-    from attnops.kernels.flash import FlashBackend, FlashCall
+    from attnops.kernels.flash import FlashBackend, FlashCall, Operands
     from attnops.kernels.nograd import not_differentiable, once_differentiable
     from attnops.kernels.outputs import output_like
     from attnops.kernels.padding import Padded, pad_to_multiple, unpad
     from attnops.kernels.parts import of_bias, of_mask
-    from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
-    from attnops.kernels.rules import cotangents, inexact_vjp, is_differentiated
+    from attnops.kernels.rules import inexact_vjp
     from attnops.kernels.scoring import Scoring, describe, elementwise_bias
     from attnops.kernels.unseen import repair_empty_rows, zero_unseen
     from attnops.kernels.varying import equally_varying, varies
-    from attnops.kernels.vjp import Operands
     from attnops.kernels.vmap import Foldable, folds_batch, one_by_one
 
 __all__ = [
-    "REVERSE_ONLY", "Elementwise", "FlashBackend", "FlashCall", "Foldable", "Operands", "Padded", "Scoring",
-    "TraceContext", "cotangents", "describe", "elementwise_bias", "equally_varying", "folds_batch", "inexact_vjp",
-    "is_differentiated", "map_shape", "merged", "not_differentiable", "of_bias", "of_mask", "once_differentiable",
-    "one_by_one", "output_like", "pad_to_multiple", "ragged", "repair_empty_rows", "reverse_mode_only", "unpad",
-    "varies", "zero_unseen",
+    "Elementwise", "FlashBackend", "FlashCall", "Foldable", "Operands", "Padded", "Passes", "Scoring", "TraceContext",
+    "attend", "describe", "elementwise_bias", "equally_varying", "folds_batch", "inexact_vjp", "map_shape", "merged",
+    "not_differentiable", "of_bias", "of_mask", "once_differentiable", "one_by_one", "output_like", "pad_to_multiple",
+    "ragged", "repair_empty_rows", "unpad", "varies", "zero_unseen",
 ]  # fmt: skip
 
 # Imported at the first use: the dispatcher imports a module of this package, and other modules import the dispatcher.
 _MODULES: Final = (
-    "block_maps", "elementwise", "flash", "nograd", "outputs", "padding", "parts", "reverse", "rules", "scoring",
-    "unseen", "varying", "vjp", "vmap",
+    "block_maps", "derivatives", "elementwise", "flash", "nograd", "outputs", "padding", "parts", "rules",
+    "scoring", "unseen", "varying", "vmap",
 )  # fmt: skip
 
 

@@ -1,24 +1,23 @@
 """The skeleton of flash attention: from the options of a call to a kernel's plan, operands and results.
 
-check → dtype → plan → arrays → schedule → derivative → output; a backend implements these steps (`FlashBackend`), and
-`attnops.kernels.vjp` has the derivative.
+check → dtype → plan → arrays → schedule → derivatives → output; a backend implements these steps (`FlashBackend`), and
+`attnops.kernels.derivatives` has the derivatives.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from attnops.dropout import ShiftedKey
-from attnops.kernels.reverse import REVERSE_ONLY, reverse_mode_only
+from attnops.kernels.derivatives import Passes, Result, Statistics, attend, gradients
 from attnops.kernels.rules import inexact_vjp
 from attnops.kernels.varying import equally_varying
-from attnops.kernels.vjp import FlashKernel, Operands, attend, contribution_gradients
 from attnops.masks import Mask
 from attnops.softmax import Contribution, PartialSoftmax
 
@@ -89,11 +88,38 @@ class FlashCall:
         return jnp.dtype(jnp.float32) if self.is_partial else self.query.dtype
 
 
-class FlashBackend(FlashKernel):
-    """Flash attention in one kernel language: the steps of the skeleton and the passes of `FlashKernel`."""
+class Operands(NamedTuple):
+    """The inputs of a kernel.
+
+    Attributes:
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        arrays: all other inputs of scores, a NamedTuple with ``sinks``, [1, H] float32 or None.
+        schedule: which tiles are computed, in which order.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    arrays: PyTree
+    schedule: PyTree
+
+
+class FlashBackend(abc.ABC):
+    """Flash attention in one kernel language: the steps of the skeleton and the passes of its kernels.
+
+    It has no state: instances of a class are equal.
+    """
 
     # Head dims are padded with zeros, which change no result, to a multiple of this.
     head_dim_multiple: ClassVar[int] = 1
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
 
     def compute_dtype(self, call: FlashCall) -> DType | None:
         """The dtype that query, key and value are cast to before the kernel; None for no cast."""
@@ -119,44 +145,210 @@ class FlashBackend(FlashKernel):
     def schedule(self, plan: BackendPlan, call: FlashCall) -> PyTree:
         """Which tiles are computed, in which order."""
 
-    def run(self, plan: BackendPlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Output, logsumexp and its rounding error, by `attnops.kernels.vjp.attend`."""
-        return attend(self, plan, *operands)
+    @abc.abstractmethod
+    def forward(self, plan: BackendPlan, operands: Operands) -> Result:
+        """The output [B, T, H, Dv], and the statistics of its softmax, which `logsumexp` converts."""
+
+    @abc.abstractmethod
+    def gradients(
+        self,
+        plan: BackendPlan,
+        wants_bias: bool,
+        operands: Operands,
+        statistics: Statistics,
+        delta: jax.Array,
+        d_out: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
+        """The gradients of query, key and value, and of the arrays: None for arrays without a gradient.
+
+        Args:
+            plan: static description of the call.
+            wants_bias: whether the gradients of `bias_arrays` are computed.
+            operands: the call's operands.
+            statistics: [B, H, T] each, from which the weights are recomputed.
+            delta: [B, H, T] float32; the gradient of a score is ``weight · (d_out · value − delta)``.
+            d_out: [B, T, H, Dv].
+        """
+
+    def logsumexp(self, plan: BackendPlan, statistics: Statistics) -> tuple[jax.Array, jax.Array]:
+        """The logsumexp and its rounding error, float32 [B, H, T]."""
+        lse, residual = statistics
+        return lse, residual
+
+    def statistics(self, plan: BackendPlan, lse: jax.Array, lse_residual: jax.Array) -> Statistics:
+        """The inverse of `logsumexp`."""
+        return lse, lse_residual
+
+    def bias_arrays(self, arrays: PyTree) -> PyTree:
+        """The bias's arrays; their gradients need a separate kernel, and are computed only if they are needed."""
+        return arrays.bias, arrays.table, arrays.array
+
+    def row_sums(self, x: jax.Array) -> jax.Array:
+        """[B, T, H, Dv] float32 summed over the last axis, [B, H, T]."""
+        return x.sum(-1).swapaxes(1, 2)
+
+    def run(self, plan: BackendPlan, operands: Operands) -> Result:
+        """`forward`; a backend may compile it."""
+        return self.forward(plan, operands)
 
     def run_gradients(self, plan: BackendPlan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
-        """The gradients of a contribution, by `attnops.kernels.vjp.contribution_gradients`."""
-        return contribution_gradients(self, plan, wants_bias, *given)
+        """`backward`; a backend may compile it."""
+        return backward(self, plan, wants_bias, *given)
 
 
-def attention(backend: FlashBackend, call: FlashCall) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(
+    backend: FlashBackend,
+    plan: BackendPlan,
+    wants_bias: bool,
+    operands: Operands,
+    out: jax.Array | None,
+    statistics: Statistics,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+) -> tuple[PyTree, ...]:
+    """`FlashBackend.gradients` from the cotangents, with the gradient of sinks.
+
+    Args:
+        backend: the kernels.
+        plan: static description of the call.
+        wants_bias: whether the gradients of the bias's arrays are computed.
+        operands: the call's operands.
+        out: the output; None for the gradients of the call's contribution, at a fixed logsumexp.
+        statistics: [B, H, T] each.
+        d_out: [B, T, H, Dv].
+        d_lse: the cotangent of the logsumexp, or of the contribution's weight, float32 [B, H, T].
+    """
+    delta = -d_lse
+    if out is not None:
+        delta = backend.row_sums(d_out.astype(jnp.float32) * out.astype(jnp.float32)) - d_lse
+    *d_qkv, d_arrays = backend.gradients(plan, wants_bias, operands, statistics, delta, d_out)
+    if operands.arrays.sinks is not None:
+        weight = _sinks_weight(operands.arrays.sinks, *backend.logsumexp(plan, statistics))
+        d_arrays = d_arrays._replace(sinks=-(weight * delta).sum((0, 2))[None])
+    return *d_qkv, d_arrays
+
+
+def _sinks_weight(sinks: jax.Array, lse: jax.Array, lse_residual: jax.Array) -> jax.Array:
+    """The weight [B, H, T] of sinks [1, H], logits whose value is 0; 0 in fully masked rows."""
+    return jnp.exp((sinks[:, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)) - lse_residual)
+
+
+# The contribution of a fitted call's keys in plain JAX, from the logsumexp and its rounding error, without sinks.
+Plain: TypeAlias = Callable[[FlashCall, jax.Array, jax.Array], Contribution]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FlashPasses(Passes):
+    """The passes of a call by a backend.
+
+    Attributes:
+        backend: the kernels.
+        plan: the plan of the call.
+        call: the fitted call; its arrays are arguments instead.
+        plain: what derivatives other than reverse mode are computed by.
+        tree: the structure of the arrays: those of the call, of the scores, and of the schedule.
+        differentiable: this many arrays have derivatives: those of query, key, value, bias and sinks.
+    """
+
+    backend: FlashBackend
+    plan: BackendPlan
+    call: FlashCall
+    plain: Plain
+    tree: PyTree
+    differentiable: int
+
+    @classmethod
+    def of(cls, backend: FlashBackend, call: FlashCall, plain: Plain) -> tuple[FlashPasses, list[jax.Array]]:
+        """The passes of a call, and their arrays."""
+        fitted = backend.fit(call)
+        plan = backend.plan(fitted)
+        given = fitted.query, fitted.key, fitted.value, fitted.bias, fitted.sinks
+        rest = fitted.mask, fitted.dropout_key, backend.arrays(plan, fitted), backend.schedule(plan, fitted)
+        leaves, tree = jax.tree.flatten((given, jax.lax.stop_gradient(rest)))
+        static = fitted.replace(query=None, key=None, value=None, bias=None, sinks=None, mask=None, dropout_key=None)
+        passes = cls(backend, plan, static, plain, tree, len(jax.tree.leaves(given)))
+        return passes, equally_varying(leaves)
+
+    def _call(self, arrays: list[jax.Array]) -> tuple[FlashCall, Operands]:
+        (query, key, value, bias, sinks), (mask, dropout_key, *rest) = jax.tree.unflatten(self.tree, arrays)
+        call = self.call.replace(
+            query=query, key=key, value=value, bias=bias, sinks=sinks, mask=mask, dropout_key=dropout_key
+        )  # fmt: skip
+        return call, Operands(query, key, value, *rest)
+
+    def forward(self, arrays: list[jax.Array]) -> Result:
+        return self.backend.run(self.plan, self._call(arrays)[1])
+
+    def logsumexp(self, statistics: Statistics) -> tuple[jax.Array, jax.Array]:
+        return self.backend.logsumexp(self.plan, statistics)
+
+    def statistics(self, lse: jax.Array, lse_residual: jax.Array) -> Statistics:
+        return self.backend.statistics(self.plan, lse, lse_residual)
+
+    def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
+        call, _ = self._call(arrays)
+        out, weight = self.plain(call.replace(sinks=None), lse, lse_residual)
+        if call.sinks is not None:
+            weight = weight + _sinks_weight(call.sinks.astype(jnp.float32)[None], lse, lse_residual)
+        return Contribution(out, weight)
+
+    def gradients(
+        self,
+        wanted: tuple[int, ...],
+        arrays: list[jax.Array],
+        out: jax.Array | None,
+        statistics: Statistics,
+        d_out: jax.Array,
+        d_lse: jax.Array,
+    ) -> list[jax.Array]:
+        call, operands = self._call(arrays)
+        bias = range(3, 3 + len(jax.tree.leaves(call.bias)))
+        wants_bias = any(i in bias for i in wanted)
+        given = operands, out, statistics, d_out, d_lse
+        *d, d_arrays = self.backend.run_gradients(self.plan, wants_bias, *given)
+        d += [None] * len(bias)
+        if wants_bias:
+
+            def bias_arrays(bias: PyTree) -> PyTree:
+                return self.backend.bias_arrays(self.backend.arrays(self.plan, call.replace(bias=bias)))
+
+            d_bias = inexact_vjp(bias_arrays, call.bias)(self.backend.bias_arrays(d_arrays))
+            d[3:] = jax.tree.leaves(d_bias, is_leaf=lambda x: x is None)
+        if call.sinks is not None:
+            d.append(d_arrays.sinks[0])
+        return [d[i] for i in wanted]
+
+
+def attention(backend: FlashBackend, call: FlashCall, plain: Plain) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The output [B, T, H, Dv], the logsumexp [B, H, T] float32, and its rounding error, float32.
 
-    The output has the query's dtype; float32 for a partial softmax. Differentiable, once.
+    The output has the query's dtype; float32 for a partial softmax. Derivatives of every order: reverse mode by the
+    backend's kernels, all others by ``plain``. The rounding error has none.
     """
-    fitted = backend.fit(call)
-    plan = backend.plan(fitted)
-    given = fitted.query, fitted.key, fitted.value, backend.arrays(plan, fitted), backend.schedule(plan, fitted)
-    out, lse, residual = backend.run(plan, Operands(*equally_varying(reverse_mode_only(given, REVERSE_ONLY))))
+    passes, arrays = FlashPasses.of(backend, call, plain)
+    out, statistics = attend(passes, arrays)
     Dv = call.value.shape[3]
     # Eagerly, even a slice of everything costs as much as a kernel's launch.
     out = out if out.shape[3] == Dv else out[..., :Dv]
-    return out if out.dtype == call.out_dtype else out.astype(call.out_dtype), lse, residual
+    return out if out.dtype == call.out_dtype else out.astype(call.out_dtype), *passes.logsumexp(statistics)
 
 
-def partial(backend: FlashBackend, call: FlashCall) -> PartialSoftmax:
-    """`attention` over some of the keys: nothing is rounded to the query's dtype. Differentiable, once."""
-    out, lse, residual = attention(backend, call.replace(is_partial=True))
+def partial(backend: FlashBackend, call: FlashCall, plain: Plain) -> PartialSoftmax:
+    """`attention` over some of the keys: nothing is rounded to the query's dtype."""
+    out, lse, residual = attention(backend, call.replace(is_partial=True), plain)
     return PartialSoftmax(out, lse, jax.lax.stop_gradient(residual))
 
 
 def partial_vjp(
-    backend: FlashBackend, call: FlashCall, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
-) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:
+    backend: FlashBackend, call: FlashCall, plain: Plain, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array,
+    d: Contribution,
+) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:  # fmt: skip
     """The gradients of a call's `attnops.softmax.contribution`, from the logsumexp; runs no forward pass.
 
     Args:
         backend: the kernels.
-        call: a call over some of the keys.
+        call: a call over some of the keys, without sinks, which belong to all keys together.
+        plain: what its derivatives are computed by.
         wants_bias: whether the gradient of the bias is computed.
         lse: over all keys, float32 [B, H, T].
         lse_residual: its rounding error, float32 [B, H, T].
@@ -165,21 +357,19 @@ def partial_vjp(
     Returns:
         The gradients of query, key and value, float32; and of the bias, in its structure, None for leaves without one.
     """
-    call = call.replace(is_partial=True)
-    fitted = backend.fit(call)
-    plan = backend.plan(fitted)
-
-    def bias_arrays(bias: PyTree) -> PyTree:
-        return backend.bias_arrays(backend.arrays(plan, backend.fit(call.replace(bias=bias))))
-
-    given = fitted.query, fitted.key, fitted.value, backend.arrays(plan, fitted), backend.schedule(plan, fitted)
+    passes, arrays = FlashPasses.of(backend, call.replace(is_partial=True), plain)
+    is_inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays[3 : passes.differentiable]]
+    wanted = (0, 1, 2, *(3 + i for i, moves in enumerate(is_inexact) if wants_bias and moves))
     d = d._replace(out=_padded(backend, d.out))
-    operands, lse, lse_residual, d = equally_varying((Operands(*given), lse, lse_residual, d))
-    dq, dk, dv, d_bias_arrays = backend.run_gradients(plan, wants_bias, operands, lse, lse_residual, d)
-    d_bias = inexact_vjp(bias_arrays, call.bias)(d_bias_arrays) if wants_bias else None
+    arrays, lse, lse_residual, d = equally_varying((arrays, lse, lse_residual, d))
+    dq, dk, dv, *d_bias = gradients(passes, wanted, arrays, None, passes.statistics(lse, lse_residual), *d)
     D, Dv = call.query.shape[3], call.value.shape[3]
     dq, dk, dv = (x.astype(jnp.float32) for x in (dq[..., :D], dk[..., :D], dv[..., :Dv]))
-    return dq, dk, dv, d_bias
+    if not wants_bias:
+        return dq, dk, dv, None
+    remaining = iter(d_bias)
+    leaves = [next(remaining) if moves else None for moves in is_inexact]
+    return dq, dk, dv, jax.tree.unflatten(jax.tree.structure(call.bias), leaves)
 
 
 def _padded(backend: FlashBackend, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Helpers for rules of `jax.custom_vjp` with symbolic zeros."""
+"""The pullback of a function of pytrees with integer leaves."""
 
 from __future__ import annotations
 
@@ -8,28 +8,9 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 if TYPE_CHECKING:
     from attnops.typing import PyTree
-
-
-def is_differentiated(primals: PyTree) -> bool:
-    """Whether any array of a pytree is differentiated; constants cost the backward pass nothing."""
-    leaves = jax.tree.leaves(primals, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
-    return any(leaf.perturbed for leaf in leaves)
-
-
-def cotangents(given: PyTree, like: jax.Array) -> tuple[jax.Array, ...]:
-    """The cotangents as arrays, with zeros for symbolic zeros.
-
-    Args:
-        given: the cotangents, as the rule receives them.
-        like: an array; zeros vary over the same mesh axes.
-    """
-    return tuple(
-        jnp.zeros_like(like, shape=x.shape, dtype=x.dtype) if isinstance(x, SymbolicZero) else x for x in given
-    )
 
 
 def inexact_vjp(function: Callable[[PyTree], PyTree], tree: PyTree) -> Callable[[PyTree], PyTree]:

@@ -18,7 +18,7 @@ from attnops_ring.block import Extras, Inner, whole_block
 from attnops_ring.orders import positions
 
 if TYPE_CHECKING:
-    from attnops.typing import Index, Leaf
+    from attnops.typing import Index, Leaf, PyTree
 
 Axis = str | tuple[str, ...]
 
@@ -40,20 +40,19 @@ def all_gather(
     return whole_block(dataclasses.replace(inner, has_all_keys=True), query, k, v, extras, lax.axis_index(axis), 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def gathered(axis: Axis, dimension: int, x: jax.Array) -> jax.Array:
     """The devices' arrays concatenated along a dimension; the devices' gradients are summed in float32."""
     return lax.all_gather(x, axis, axis=dimension, tiled=True)
 
 
-def _gathered_backward(axis: Axis, dimension: int, saved: None, d: jax.Array) -> tuple[Leaf]:
+@gathered.defjvp
+def _(axis: Axis, dimension: int, primals: PyTree, tangents: PyTree) -> tuple[jax.Array, Leaf]:
+    (x,), (d,) = primals, tangents
+    out = gathered(axis, dimension, x)
     if d.dtype == jax.dtypes.float0:
-        return (None,)
-    total = lax.psum_scatter(d.astype(jnp.float32), axis, scatter_dimension=dimension, tiled=True)
-    return (total.astype(d.dtype),)
-
-
-gathered.defvjp(lambda axis, dimension, x: (gathered(axis, dimension, x), None), _gathered_backward)
+        return out, np.zeros(out.shape, d.dtype)
+    return out, lax.all_gather(d.astype(jnp.float32), axis, axis=dimension, tiled=True).astype(d.dtype)
 
 
 def heads_for_tokens(x: jax.Array, axis: Axis) -> jax.Array:

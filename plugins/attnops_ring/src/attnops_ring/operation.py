@@ -28,7 +28,7 @@ from attnops import (
     UnsupportedError,
     forward_for,
 )
-from attnops.kernels import REVERSE_ONLY, equally_varying, reverse_mode_only
+from attnops.kernels import equally_varying
 from attnops.masks import Mask, block_map
 from attnops.operations.flash import FlashAttention
 from attnops.partition import Boundary, mesh_of_types, run_sharded, unsharded
@@ -330,7 +330,7 @@ def _local(
     if strategy == "reduce":
         partial = reduced(inner, axis, *operands)
     else:
-        operands = reverse_mode_only(equally_varying(operands), REVERSE_ONLY)
+        operands = equally_varying(operands)
         if strategy == "ring":
             partial = ring(inner, axis, hops, *operands)
         elif strategy == "all_gather":

@@ -1,24 +1,24 @@
 """Ring attention: keys and values rotate through all devices (Liu et al. 2023, arXiv:2310.01889).
 
-The exchange has a custom derivative: the forward pass saves only the output and its logsumexp; the backward pass
-rotates keys and values again, together with their gradients.
+Derivatives are those of `attnops.kernels.attend`. The forward pass saves only the output and its logsumexp; the
+backward pass rotates keys and values again, together with their gradients.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_derivatives import custom_vjp_primal_tree_values
 
-from attnops.kernels import cotangents, is_differentiated
-from attnops.softmax import Contribution, PartialSoftmax, identity
+from attnops.kernels import Passes, attend
+from attnops.softmax import Contribution, PartialSoftmax, contribution, identity
 from attnops_ring.block import Chunks, Extras, Inner, LogSumExp, add, block, block_gradients, concatenate
 
 if TYPE_CHECKING:
+    from attnops.kernels.derivatives import Result, Statistics
     from attnops.typing import Index, Leaf, PyTree
 
 Axis = str | tuple[str, ...]
@@ -30,7 +30,6 @@ def rotate(x: Leaf, axis: Axis, shift: int, devices: int) -> PyTree:
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis, pairs), x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def ring(
     inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
 ) -> PartialSoftmax:
@@ -45,81 +44,107 @@ def ring(
         value: [B, s, K, Dv], this device's shard.
         extras: mask, bias and dropout key, varying over the same mesh axes.
     """
-    return _forward(inner, axis, hops, query, key, value, extras)
+    given = query, key, value, extras.bias
+    arrays, tree = jax.tree.flatten((given, (extras.mask, extras.dropout_key)))
+    out, statistics = attend(RingPasses(inner, axis, hops, tree, len(jax.tree.leaves(given))), arrays)
+    return PartialSoftmax(out, *statistics)
 
 
-def _forward(
-    inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: Extras
-) -> PartialSoftmax:
-    n, here = inner.devices, lax.axis_index(axis)
-    # Split once here, rather than in every hop.
-    queries, keys, values = inner.split(query, key, value)
+@dataclasses.dataclass(frozen=True, eq=False)
+class RingPasses(Passes):
+    """The passes of a call.
 
-    def hop(r: Index, state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
-        k, v, seen = state
-        # Send before computing, so that the computation hides the transfer.
-        sent = rotate((k, v), axis, 1, n)
-        return (*sent, block(inner, Chunks(queries, k, v), extras, here, (here - r) % n, seen))
+    Attributes:
+        inner: how devices compute.
+        axis: the mesh axes that shard the sequence.
+        hops: the number of devices whose keys a device needs.
+        tree: the structure of the arrays: query, key, value and bias; mask and dropout key.
+        differentiable: how many arrays query, key, value and bias have.
+    """
 
-    seen = [identity(x, value) for x in queries]
-    k, v, seen = lax.fori_loop(0, hops - 1, hop, (keys, values, seen))
-    return concatenate(block(inner, Chunks(queries, k, v), extras, here, (here - (hops - 1)) % n, seen))
+    inner: Inner
+    axis: Axis
+    hops: int
+    tree: PyTree
+    differentiable: int
 
+    def _given(self, arrays: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, Extras]:
+        (query, key, value, bias), (mask, dropout_key) = jax.tree.unflatten(self.tree, arrays)
+        return query, key, value, Extras(mask, bias, dropout_key)
 
-def _forward_rule(
-    inner: Inner, axis: Axis, hops: int, query: jax.Array, key: jax.Array, value: jax.Array, extras: PyTree
-) -> tuple[PartialSoftmax, tuple[PyTree, ...]]:
-    # Residuals must be arrays; a boolean is encoded in the pytree's structure.
-    flag = (None,) * is_differentiated(extras.bias)
-    query, key, value, extras = custom_vjp_primal_tree_values((query, key, value, extras))
-    partial = _forward(inner, axis, hops, query, key, value, extras)
-    return partial, (query, key, value, extras, partial, flag)
+    def forward(self, arrays: list[jax.Array]) -> Result:
+        inner, n, here = self.inner, self.inner.devices, lax.axis_index(self.axis)
+        query, key, value, extras = self._given(arrays)
+        # Split once here, rather than in every hop.
+        queries, keys, values = inner.split(query, key, value)
 
+        def hop(r: Index, state: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
+            k, v, seen = state
+            # Send before computing, so that the computation hides the transfer.
+            sent = rotate((k, v), self.axis, 1, n)
+            return (*sent, block(inner, Chunks(queries, k, v), extras, here, (here - r) % n, seen))
 
-def _backward_rule(inner: Inner, axis: Axis, hops: int, residuals: PyTree, d_partial: PyTree) -> tuple[PyTree, ...]:
-    query, key, value, extras, partial, flag = residuals
-    d_out, d_lse = cotangents(d_partial[:2], query)
-    n, here = inner.devices, lax.axis_index(axis)
-    # Split once here, rather than in every hop.
-    queries, d_outs = inner.split_queries(query), inner.split_queries(d_out)
-    d_weight = d_lse - (d_out * partial.out).sum(-1).swapaxes(1, 2)
-    lses, lse_residuals, d_weights = (
-        jnp.split(x, len(d_outs), axis=2) for x in (partial.lse, partial.lse_residual, d_weight)
-    )
-    lse = [LogSumExp(*x) for x in zip(lses, lse_residuals, strict=True)]
-    d = [Contribution(*x) for x in zip(d_outs, d_weights, strict=True)]
+        seen = [identity(x, value) for x in queries]
+        k, v, seen = lax.fori_loop(0, self.hops - 1, hop, (keys, values, seen))
+        last = (here - (self.hops - 1)) % n
+        out, *statistics = concatenate(block(inner, Chunks(queries, k, v), extras, here, last, seen))
+        return out, tuple(statistics)
 
-    def gradients(k: jax.Array, v: jax.Array, r: Index) -> tuple[PyTree, jax.Array, jax.Array]:
-        """This hop's gradients of the chunks of queries and of the bias, of the keys, and of the values."""
-        chunks = Chunks(queries, inner.split_keys(k), inner.split_keys(v))
-        more = block_gradients(inner, chunks, extras, here, (here - r) % n, lse, d, bool(flag))
-        return (more.queries, more.bias), jnp.concatenate(more.keys, axis=1), jnp.concatenate(more.values, axis=1)
+    def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
+        inner, n, here = self.inner, self.inner.devices, lax.axis_index(self.axis)
+        query, key, value, extras = self._given(arrays)
 
-    def hop(r: Index, state: PyTree) -> PyTree:
-        k, v, (query_gradients, dk, dv) = state
-        # Send before computing, so that the computation hides the transfer. Keys and values go to the device that
-        # computes with them next; the gradients that this device computed in the previous hop follow their keys. The
-        # last hop sends keys and values to a device that does not need them. There are only four arrays, since XLA
-        # overlaps at most five transfers.
-        k_sent, v_sent, dk, dv = rotate((k, v, dk, dv), axis, 1, n)
-        more = gradients(k, v, r)
-        return k_sent, v_sent, (add(query_gradients, more[0]), dk + more[1], dv + more[2])
+        @jax.checkpoint
+        def term(query: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, r: Index) -> Contribution:
+            seen = block(inner, inner.split(query, k, v), extras, here, (here - r) % n)
+            return contribution(concatenate(seen), lse, lse_residual)
 
-    k, v = rotate((key, value), axis, 1, n) if hops > 1 else (key, value)
-    _, _, ((dq, d_bias), dk, dv) = lax.fori_loop(1, hops, hop, (k, v, gradients(key, value, 0)))
-    # Gradients go from the last device back to the one that has their keys.
-    dk, dv = rotate((dk, dv), axis, -(hops - 1), n)
-    d_bias = jax.tree.map(_cast, d_bias, extras.bias, is_leaf=_is_none) if flag else None
-    d_query = jnp.concatenate(dq, axis=1).astype(query.dtype)
-    return d_query, dk.astype(key.dtype), dv.astype(value.dtype), Extras(None, d_bias, None)
+        def hop(state: tuple[PyTree, Contribution], r: Index) -> tuple[tuple[PyTree, Contribution], None]:
+            (k, v), total = state
+            sent = rotate((k, v), self.axis, 1, n)
+            return (sent, jax.tree.map(jnp.add, total, term(query, k, v, extras, r))), None
 
+        start = (key, value), contribution(identity(query, value), lse, lse_residual)
+        return lax.scan(hop, start, jnp.arange(self.hops))[0][1]
 
-def _is_none(x: Leaf) -> bool:
-    return x is None
+    def gradients(
+        self,
+        wanted: tuple[int, ...],
+        arrays: list[jax.Array],
+        out: jax.Array | None,
+        statistics: Statistics,
+        d_out: jax.Array,
+        d_lse: jax.Array,
+    ) -> list[jax.Array]:
+        inner, n, here = self.inner, self.inner.devices, lax.axis_index(self.axis)
+        query, key, value, extras = self._given(arrays)
+        wants_bias = any(i > 2 for i in wanted)
+        # Split once here, rather than in every hop.
+        queries, d_outs = inner.split_queries(query), inner.split_queries(d_out)
+        d_weight = d_lse if out is None else d_lse - (d_out * out).sum(-1).swapaxes(1, 2)
+        lses, lse_residuals, d_weights = (jnp.split(x, len(d_outs), axis=2) for x in (*statistics, d_weight))
+        lse = [LogSumExp(*x) for x in zip(lses, lse_residuals, strict=True)]
+        d = [Contribution(*x) for x in zip(d_outs, d_weights, strict=True)]
 
+        def gradients(k: jax.Array, v: jax.Array, r: Index) -> tuple[PyTree, jax.Array, jax.Array]:
+            """This hop's gradients of the chunks of queries and of the bias, of the keys, and of the values."""
+            chunks = Chunks(queries, inner.split_keys(k), inner.split_keys(v))
+            more = block_gradients(inner, chunks, extras, here, (here - r) % n, lse, d, wants_bias)
+            return (more.queries, more.bias), jnp.concatenate(more.keys, axis=1), jnp.concatenate(more.values, axis=1)
 
-def _cast(gradient: jax.Array | None, x: jax.Array) -> jax.Array | None:
-    return None if gradient is None else gradient.astype(x.dtype)
+        def hop(r: Index, state: PyTree) -> PyTree:
+            k, v, (query_gradients, dk, dv) = state
+            # Send before computing, so that the computation hides the transfer. Keys and values go to the device that
+            # computes with them next; the gradients that this device computed in the previous hop follow their keys.
+            # The last hop sends keys and values to a device that does not need them. There are only four arrays, since
+            # XLA overlaps at most five transfers.
+            k_sent, v_sent, dk, dv = rotate((k, v, dk, dv), self.axis, 1, n)
+            more = gradients(k, v, r)
+            return k_sent, v_sent, (add(query_gradients, more[0]), dk + more[1], dv + more[2])
 
-
-ring.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+        k, v = rotate((key, value), self.axis, 1, n) if self.hops > 1 else (key, value)
+        _, _, ((dq, d_bias), dk, dv) = lax.fori_loop(1, self.hops, hop, (k, v, gradients(key, value, 0)))
+        # Gradients go from the last device back to the one that has their keys.
+        dk, dv = rotate((dk, dv), self.axis, -(self.hops - 1), n)
+        found = [jnp.concatenate(dq, axis=1), dk, dv, *jax.tree.leaves(d_bias, is_leaf=lambda x: x is None)]
+        return [found[i] for i in wanted]

@@ -180,25 +180,33 @@ def export(subject: Subject) -> None:
     _check(subject, problem, _jit(subject, exported.call)(*arguments))
 
 
-def second_derivative(subject: Subject) -> None:
-    """The gradient of a gradient is right, or refused with a message."""
+def higher_derivatives(subject: Subject) -> None:
+    """Forward mode and second derivatives are right, or refused with a message: the tangents of the outputs, those of
+    the gradients, and the gradients of a gradient.
+    """
     if not subject.gradients:
         raise NotRunError(f"mode {subject.mode} has no gradients")
-    if subject.base.softmax_scale is not None or subject.base.logits_soft_cap is not None:
-        raise NotRunError("the metadata states a scale or a soft cap")
-    problem = subject.problem(())
-    operation = subject.make(problem.metadata)
-    direction = np.random.default_rng(3).normal(size=problem.query.shape)
+    problem, operation = _served(subject)
+    rng = np.random.default_rng(3)
+    tangents = {name: rng.normal(size=x.shape).astype(x.dtype) for name, x in problem.inputs.items()}
 
-    def twice(attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        def gradient(query: jax.Array) -> jax.Array:
-            return jax.grad(lambda q: jnp.vdot(attend(q), problem.cotangents["attention_outputs"]))(query)
+    def outputs(inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return problem.call(operation, inputs)
 
-        along = jnp.asarray(direction, problem.dtype)
-        return _jit(subject, jax.grad(lambda q: jnp.vdot(gradient(q), along)))(problem.inputs["query"])
+    def all_of_them(inputs: PyTree, tangents: PyTree, cotangents: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        def gradients(inputs: PyTree) -> PyTree:
+            return jax.vjp(outputs, inputs)[1](cotangents)[0]
+
+        def along(inputs: PyTree) -> jax.Array:
+            return sum(
+                jnp.vdot(d, t) for d, t in zip(*map(jax.tree.leaves, (gradients(inputs), tangents)), strict=True)
+            )
+
+        forward = (jax.jvp(f, (inputs,), (tangents,))[1] for f in (outputs, gradients))
+        return *forward, jax.grad(along)(inputs)
 
     try:
-        result = twice(lambda q: problem.call(operation, problem.inputs | {"query": q})["attention_outputs"])
+        found = _jit(subject, all_of_them)(problem.inputs, tangents, problem.arguments[1])
     except NotDifferentiableError as error:
         raise NotRunError(f"refused: {error}") from None
     except TypeError as error:
@@ -206,23 +214,21 @@ def second_derivative(subject: Subject) -> None:
             raise
         raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
 
-    def oracle_gradient(query: oracle.Array) -> oracle.Array:
-        d_out = problem.cotangents["attention_outputs"]
-        return oracle.attention_gradients(query, problem.key, problem.value, d_out=d_out).values["query"]
+    cotangents = {"d_out": problem.cotangents["attention_outputs"], "d_logsumexp": problem.cotangents.get("logsumexp")}
+    exact, narrow = (
+        oracle.attention_tangents(*problem.qkv, tangents=tangents, dtype=dtype, **cotangents, **problem.oracle_options)
+        for dtype in (np.float64, problem.dtype)
+    )
 
-    step = 1e-5 * direction
-    query = problem.query.astype(np.float64)
-    exact = (oracle_gradient(query + step) - oracle_gradient(query - step)) / 2e-5
-    plain = twice(lambda q: _plain_attention(q, problem.key, problem.value))
-    allowed = tolerance(exact, plain, exact, problem.dtype, GRADIENT_FACTOR)
-    assert_close("second derivative of query", result, exact, allowed)
+    def check(name: str, actual: jax.Array, exact: oracle.Array, narrow: oracle.Array) -> None:
+        assert_close(name, actual, exact, tolerance(exact, narrow, exact, problem.dtype, GRADIENT_FACTOR))
 
-
-def _plain_attention(q: jax.Array, k: jax.typing.ArrayLike, v: jax.typing.ArrayLike) -> jax.Array:
-    """The computation in float32 that the tolerance rule compares with; as many kv heads as heads."""
-    with jax.default_matmul_precision("highest"):
-        scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
-        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
+    check("tangent of the output", found[0]["attention_outputs"], exact.out, narrow.out)
+    if "logsumexp" in found[0]:
+        check("tangent of the logsumexp", found[0]["logsumexp"], exact.logsumexp, narrow.logsumexp)
+    for what, values in (("tangent of the gradient", found[1]), ("second derivative", found[2])):
+        for name, value in values.items():
+            check(f"{what} of {name}", value, exact.gradients[name], narrow.gradients[name])
 
 
 def unknown_option(subject: Subject) -> None:
@@ -280,7 +286,7 @@ BEHAVIOURS: Final[dict[str, Callable[[Subject], None]]] = {
     "shard_map": shard_map,
     "checkpoint": checkpoint,
     "export": export,
-    "second derivative": second_derivative,
+    "second derivative": higher_derivatives,
     "unknown option": unknown_option,
     "float8": float8,
     "refusals are listed": refusals_are_listed,

@@ -8,6 +8,7 @@ rule, which needs the error of the same computation in a narrower dtype.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -200,6 +201,87 @@ def attention_gradients(
         into["key"] = _sum_groups(_einsum("bhts,bthd->bshd", scores, q), kv_heads)
         into["value"] = _sum_groups(_einsum("bhts,bthd->bshd", w, out), kv_heads)
     return Gradients(values, magnitudes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tangents:
+    """The directional derivatives of the results, and of each gradient by the name of its input.
+
+    Attributes:
+        out: [B, T, H, Dv].
+        logsumexp: [B, H, T]; 0 for a fully masked row.
+        gradients: of query, key and value; of bias and sinks if these were given.
+    """
+
+    out: Array
+    logsumexp: Array
+    gradients: dict[str, Array]
+
+
+def attention_tangents(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    tangents: Mapping[str, ArrayLike],
+    d_out: ArrayLike,
+    d_logsumexp: ArrayLike | None = None,
+    dtype: DTypeLike = np.float64,
+    **options: Any,
+) -> Tangents:
+    """Directional derivatives of `attention` and, with the cotangents fixed, of `attention_gradients`.
+
+    Args:
+        query: [B, T, H, D].
+        key: [B, S, K, D].
+        value: [B, S, K, Dv].
+        tangents: the direction, by the names of query, key, value and, if these are given, bias and sinks.
+        d_out: [B, T, H, Dv].
+        d_logsumexp: [B, H, T], or None.
+        dtype: the dtype of the computation.
+        **options: as those of `attention`.
+    """
+    f = _forward(query, key, value, dtype, **options)
+    H, kv_heads = f.q.shape[2], np.shape(key)[2]
+    t = {name: np.asarray(x).astype(dtype) for name, x in tangents.items()}
+    t_q, t_k, t_v = t["query"], *(np.repeat(t[name], H // kv_heads, axis=2) for name in ("key", "value"))
+    d_out, scale = np.asarray(d_out).astype(dtype), np.asarray(f.scale, dtype)
+    d_lse = np.zeros((), dtype)
+    if d_logsumexp is not None:
+        d_lse = np.where(f.empty, 0, np.asarray(d_logsumexp).astype(dtype)[..., None])
+
+    t_raw = (_einsum("bthd,bshd->bhts", t_q, f.k) + _einsum("bthd,bshd->bhts", f.q, t_k)) * scale
+    slope = np.ones((), dtype) if f.tanh is None else 1 - f.tanh**2
+    t_s = t_raw * slope + t.get("bias", np.zeros((), dtype))
+    t_sink = t["sinks"].reshape(1, H, 1, -1) if "sinks" in t else np.zeros((), dtype)
+    p_sink = np.where(f.empty, 0, f.p_sink)
+    t_lse = (f.p * t_s).sum(axis=-1, keepdims=True) + (p_sink * t_sink).sum(axis=-1, keepdims=True)
+    t_p, t_p_sink = f.p * (t_s - t_lse), p_sink * (t_sink - t_lse)
+    t_w = (t_p * f.keep_scale).astype(dtype)
+    t_out = _einsum("bhts,bshd->bthd", t_w, f.v) + _einsum("bhts,bshd->bthd", f.w, t_v)
+
+    # Each line is the derivative of a line of `attention_gradients`.
+    d_p = _einsum("bthd,bshd->bhts", d_out, f.v) * f.keep_scale
+    t_d_p = _einsum("bthd,bshd->bhts", d_out, t_v) * f.keep_scale
+    mean = (d_p * f.p).sum(axis=-1, keepdims=True)
+    t_mean = (t_d_p * f.p + d_p * t_p).sum(axis=-1, keepdims=True)
+    d_s = f.p * (d_p - mean + d_lse)
+    t_d_s = t_p * (d_p - mean + d_lse) + f.p * (t_d_p - t_mean)
+    gradients = {}
+    if options.get("bias") is not None:
+        gradients["bias"] = _sum_to(t_d_s, np.shape(options["bias"]))
+    if options.get("sinks") is not None:
+        t_d_sinks = t_p_sink * (d_lse - mean) - p_sink * t_mean
+        gradients["sinks"] = t_d_sinks.sum(axis=(0, 2)).reshape(np.shape(options["sinks"]))
+    t_slope = np.zeros((), dtype)
+    if f.tanh is not None:
+        t_slope = -2 * f.tanh * slope * t_raw / np.asarray(options["logits_soft_cap"], dtype)
+    d_raw, t_d_raw = d_s * slope * scale, (t_d_s * slope + d_s * t_slope) * scale
+    gradients["query"] = _einsum("bhts,bshd->bthd", t_d_raw, f.k) + _einsum("bhts,bshd->bthd", d_raw, t_k)
+    t_d_key = _einsum("bhts,bthd->bshd", t_d_raw, f.q) + _einsum("bhts,bthd->bshd", d_raw, t_q)
+    gradients["key"] = _sum_groups(t_d_key, kv_heads)
+    gradients["value"] = _sum_groups(_einsum("bhts,bthd->bshd", t_w, d_out), kv_heads)
+    return Tangents(t_out, t_lse[..., 0], gradients)
 
 
 def _einsum(spec: str, x: Array, y: Array) -> Array:

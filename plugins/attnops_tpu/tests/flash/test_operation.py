@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attnops import NotDifferentiableError, OperationMetadata, OperationRegistry, UnsupportedError
+from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, MaskFn, Segments
 from attnops_testing import attention
@@ -114,11 +116,22 @@ def test_head_dims_that_fill_no_register() -> None:
     problem.check(OperationRegistry.create(NAME, problem.metadata))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    operation = make(interpret=True)
-    x = jnp.ones((1, 16, 1, 8))
-    with pytest.raises(NotDifferentiableError, match="vanilla has one"):
-        jax.grad(lambda y: jax.grad(lambda z: operation(z, x, x).attention_outputs.sum())(y).sum())(x)
+def test_derivatives_that_the_kernel_lacks_are_those_of_plain_jax() -> None:
+    x = jnp.sin(jnp.arange(128.0)).reshape(1, 16, 1, 8)
+
+    @jax.jit
+    def derivatives(x: jax.Array) -> Any:
+        def loss(operation: Any, y: jax.Array) -> jax.Array:
+            return (operation(y, x, x, mask=Causal()).attention_outputs * jnp.cos(7 * x)).sum()
+
+        def along(operation: Any) -> Any:
+            gradient = jax.grad(functools.partial(loss, operation))
+            return jax.jvp(gradient, (x,), (x,)), jax.grad(lambda y: (gradient(y) * x).sum())(x)
+
+        return along(make(interpret=True)), along(OperationRegistry.create("vanilla"))
+
+    found, expected = derivatives(x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-5), found, expected)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,13 @@ from jax import lax
 from attnops.biases import Bias
 from attnops.dropout import dropout_seed, dropout_step
 from attnops.kernels.block_maps import map_shape, merged, ragged
-from attnops.kernels.flash import FlashBackend, FlashCall
-from attnops.kernels.vjp import Operands, attend, contribution_gradients
+from attnops.kernels.derivatives import Result, Statistics
+from attnops.kernels.flash import FlashBackend, FlashCall, Operands, backward
 from attnops.masks.base import Mask
 from attnops.masks.blocks import block_map
 from attnops.masks.chosen import block_sizes
-from attnops.operations.flash.backward import NativeInputs, backward
+from attnops.operations.flash.backward import NativeInputs
+from attnops.operations.flash.backward import backward as tiled_backward
 from attnops.operations.flash.forward import forward, from_arrays
 from attnops.operations.flash.operands import NativeArrays
 from attnops.operations.flash.plan import NativePlan
@@ -32,17 +33,11 @@ if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
 
 # Compiled once for equal plans, also where the caller does not compile.
-_attend = jax.jit(attend, static_argnums=(0, 1))
-_contribution_gradients = jax.jit(contribution_gradients, static_argnums=(0, 1, 2))
+_backward = jax.jit(backward, static_argnums=(0, 1, 2))
 
 
 class NativeFlash(FlashBackend):
     """The flash skeleton in plain JAX. A schedule is a pair: by tiles of queries, and by tiles of keys for backward."""
-
-    second_derivative: ClassVar[str] = (
-        "flash computes its gradients in a loop that has no derivative, but a second derivative was asked for; "
-        "vanilla has one"
-    )
 
     def plan(self, call: FlashCall) -> NativePlan:
         (B, T, H, D), (S, K, Dv) = call.query.shape, call.value.shape[1:]
@@ -95,26 +90,20 @@ class NativeFlash(FlashBackend):
         )
 
     def schedule(self, plan: NativePlan, call: FlashCall) -> tuple[NativeTileSchedule, NativeTileSchedule]:
-        coverage = _coverage(call, plan.K, plan.bq, plan.bk)
+        coverage = coverage_of(call, plan)
         flat = coverage.reshape(-1, *coverage.shape[2:])
         is_data = plan.scoring.numbers is None
         return tile_schedule(flat, is_data), tile_schedule(flat.swapaxes(1, 2), is_data)
 
-    def run(self, plan: NativePlan, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array]:
-        results: tuple[jax.Array, jax.Array, jax.Array]
+    def run(self, plan: NativePlan, operands: Operands) -> Result:
         if plan.scoring.holds_function:
-            results = call_once(functools.partial(attend, self, plan), operands)
-        else:
-            results = _attend(self, plan, *operands)
-        return results
+            return call_once(functools.partial(self.forward, plan), (operands,))
+        return _forward(self, plan, operands)
 
     def run_gradients(self, plan: NativePlan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
-        gradients: tuple[PyTree, ...]
         if plan.scoring.holds_function:
-            gradients = call_once(functools.partial(contribution_gradients, self, plan, wants_bias), given)
-        else:
-            gradients = _contribution_gradients(self, plan, wants_bias, *given)
-        return gradients
+            return call_once(functools.partial(backward, self, plan, wants_bias), given)
+        return _backward(self, plan, wants_bias, *given)
 
     def bias_arrays(self, arrays: NativeArrays) -> PyTree:
         return arrays.bias
@@ -124,7 +113,7 @@ class NativeFlash(FlashBackend):
         ones = jnp.ones((x.shape[3],), jnp.float32)
         return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
 
-    def forward(self, plan: NativePlan, operands: Operands) -> tuple[jax.Array, PyTree]:
+    def forward(self, plan: NativePlan, operands: Operands) -> Result:
         query, key, value, arrays, schedule = operands
         out, *statistics = forward(plan, query, from_arrays(plan, key, value), arrays, schedule[0])
         return out, tuple(statistics)
@@ -134,7 +123,7 @@ class NativeFlash(FlashBackend):
         plan: NativePlan,
         wants_bias: bool,
         operands: Operands,
-        statistics: PyTree,
+        statistics: Statistics,
         delta: jax.Array,
         d_out: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array, NativeArrays]:
@@ -144,9 +133,12 @@ class NativeFlash(FlashBackend):
         # each row's factor is applied to these instead.
         factor = jnp.exp(-lse_residual)  # [B, H, T]
         inputs = NativeInputs(query, key, value, d_out, lse, delta * factor, factor)
-        d = backward(plan, wants_bias, inputs, arrays, schedule[1])
+        d = tiled_backward(plan, wants_bias, inputs, arrays, schedule[1])
         d_bias: PyTree = d.bias if wants_bias else None
         return d.query, d.key, d.value, NativeArrays(mask=None, bias=d_bias, sinks=None, seed=None, numbers=None)
+
+
+_forward = jax.jit(NativeFlash.forward, static_argnums=(0, 1))
 
 
 def call_once(function: Function, arguments: tuple[PyTree, ...]) -> PyTree:
@@ -165,7 +157,7 @@ def _bias(bias: PyTree, is_data: bool) -> PyTree:
     return bias.as_data() if is_data and isinstance(bias, Bias) else bias
 
 
-def _coverage(call: FlashCall, K: int, block_q: int, block_k: int) -> Array:
+def coverage_of(call: FlashCall, plan: NativePlan) -> Array:
     """The coverage [B or 1, K or 1, tiles of q, tiles of kv], merged over the query heads of a kv head."""
-    coverage = merged(block_map(call.mask, call.scores_shape, block_q, block_k).coverage, 1, K)
-    return ragged(coverage, 3, call.scores_shape[3] % block_k).astype("int8")
+    coverage = merged(block_map(call.mask, call.scores_shape, plan.bq, plan.bk).coverage, 1, plan.K)
+    return ragged(coverage, 3, plan.S % plan.bk).astype("int8")

@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 class PallasFlash(FlashBackend):
     """See `FlashBackend`. Scores are transposed, see `FlashPlan`."""
 
-    second_derivative: ClassVar[str] = (
-        "this kernel's gradients have no derivative, but a second derivative was asked for; vanilla has one"
-    )
     head_dim_multiple: ClassVar[int] = 8  # the sublanes of a vector register
 
     def compute_dtype(self, call: FlashCall) -> DType:

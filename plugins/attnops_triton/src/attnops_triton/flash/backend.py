@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,6 @@ class TritonFlash(FlashBackend):
     The statistics of a softmax are ``m`` and ``log2_sum``, as `attnops_triton.flash.forward.forward` returns them. With
     them the weights of the backward pass equal those of the forward pass to the last bit.
     """
-
-    second_derivative: ClassVar[str] = (
-        "this kernel's gradients have no derivative, but a second derivative was asked for; vanilla has one"
-    )
 
     def compute_dtype(self, call: FlashCall) -> DType:
         same = call.query.dtype == call.key.dtype == call.value.dtype

@@ -1,0 +1,252 @@
+"""Derivatives of every order of attention: reverse mode by kernels, all others by one sum over the keys in plain JAX.
+
+With the logsumexp ``lse`` given, attention to keys is a sum over them (`attnops.softmax.Contribution`)::
+
+    out(x; lse) = Σ exp(s − lse) · v        weight(x; lse) = Σ exp(s − lse), which is 1
+
+so that with tangents of both at a fixed ``lse`` the tangents of attention and of its logsumexp are::
+
+    l̊se = weight˙        o̊ut = out˙ − l̊se · out
+
+Reverse mode transposes them, by the kernels that recompute the weights from the logsumexp (Dao 2023, arXiv:2307.08691):
+the gradients are the pullback of the sum for the cotangents ``d_out`` and ``d_lse − Σ d_out · out``. JAX differentiates
+the sum further. Residuals are the arrays, the output and the statistics of the softmax: O(T + S) memory.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from attnops.kernels.calls import call
+from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
+from attnops.softmax import Contribution
+
+if TYPE_CHECKING:
+    from attnops.typing import PyTree
+
+# Two arrays or more, float32 [B, H, T].
+Statistics: TypeAlias = tuple[jax.Array, ...]
+# The output, and the statistics of its softmax.
+Result: TypeAlias = tuple[jax.Array, Statistics]
+
+
+class Passes(abc.ABC):
+    """The passes of one call of attention. Static; all arrays are arguments, in a list.
+
+    Attributes:
+        differentiable: this many arrays of the list, the first ones, have derivatives if they are floating-point.
+    """
+
+    differentiable: int
+
+    @abc.abstractmethod
+    def forward(self, arrays: list[jax.Array]) -> Result:
+        """The output [B, T, H, Dv], and the statistics of the softmax."""
+
+    @abc.abstractmethod
+    def gradients(
+        self,
+        wanted: tuple[int, ...],
+        arrays: list[jax.Array],
+        out: jax.Array | None,
+        statistics: Statistics,
+        d_out: jax.Array,
+        d_lse: jax.Array,
+    ) -> list[jax.Array]:
+        """The gradients of the wanted arrays, by their index in the list.
+
+        Args:
+            wanted: the indices.
+            arrays: the call's arrays.
+            out: the output; None for the gradients of the sum over the keys, at a fixed logsumexp.
+            statistics: those of the softmax.
+            d_out: the cotangent of the output, [B, T, H, Dv].
+            d_lse: the cotangent of the logsumexp, or of the sum's weight, float32 [B, H, T].
+        """
+
+    @abc.abstractmethod
+    def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
+        """The sum over the keys in plain JAX, sinks included, which JAX differentiates in O(T + S) memory."""
+
+    def logsumexp(self, statistics: Statistics) -> tuple[jax.Array, jax.Array]:
+        """The logsumexp and its rounding error, float32 [B, H, T]."""
+        lse, lse_residual = statistics
+        return lse, lse_residual
+
+    def statistics(self, lse: jax.Array, lse_residual: jax.Array) -> Statistics:
+        """The inverse of `logsumexp`."""
+        return lse, lse_residual
+
+
+def attend(passes: Passes, arrays: Sequence[jax.Array]) -> Result:
+    """The forward pass, with derivatives of every order. The statistics' rounding error has none."""
+
+    def forward(*arrays: jax.Array) -> list[jax.Array]:
+        out, statistics = passes.forward(list(arrays))
+        return [out, *statistics]
+
+    def rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        # Tagged here, where they become residuals; elsewhere a checkpoint policy would name a copy.
+        out, *statistics = (tag(x, LOGSUMEXP_NAME if i else OUTPUT_NAME) for i, x in enumerate(outputs))
+        moving = [i for i, t in enumerate(tangents[: passes.differentiable]) if t is not None]
+        if not moving:
+            return [out, *statistics], [None] * len(outputs)
+        given = *inputs, out, *statistics, *(tangents[i] for i in moving)
+        d_out, d_lse = _tangent.bind(*given, passes=passes, n=len(inputs), moving=tuple(moving), axes=())
+        lse, residual = passes.logsumexp(tuple(statistics))
+        d_statistics = jax.jvp(passes.statistics, (lse, residual), (d_lse, jnp.zeros_like(residual)))[1]
+        return [out, *statistics], [d_out, *d_statistics]
+
+    out, *statistics = call(forward, rule, arrays)
+    return out, tuple(statistics)
+
+
+def gradients(
+    passes: Passes,
+    wanted: tuple[int, ...],
+    arrays: list[jax.Array],
+    out: jax.Array | None,
+    statistics: Statistics,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+) -> list[jax.Array]:
+    """`Passes.gradients`, with derivatives of every order."""
+    leaves, tree = jax.tree.flatten((arrays, out, statistics, d_out, d_lse))
+
+    def kernel(*given: jax.Array) -> list[jax.Array]:
+        return passes.gradients(wanted, *jax.tree.unflatten(tree, given))
+
+    def plain(*given: jax.Array) -> list[jax.Array]:
+        arrays, out, statistics, d_out, d_lse = jax.tree.unflatten(tree, given)
+        d_out = d_out.astype(jnp.float32)
+        d_weight = d_lse if out is None else d_lse - (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+        contribution = functools.partial(_contribution, passes, wanted, arrays, statistics)
+        return list(jax.vjp(contribution, *(arrays[i] for i in wanted))[1](Contribution(d_out, d_weight)))
+
+    def rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, t in enumerate(tangents) if t is not None]
+        d = _jvp_of(plain, moving, inputs, [tangents[i] for i in moving])
+        return outputs, [x.astype(y.dtype) for x, y in zip(d, outputs, strict=True)]
+
+    return call(kernel, rule, leaves)
+
+
+def _replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    """``given`` with values at some indices."""
+    new = dict(zip(indices, values, strict=True))
+    return [new.get(i, x) for i, x in enumerate(given)]
+
+
+def _jvp_of(
+    function: Callable[..., PyTree], moving: Sequence[int], given: Sequence[Any], tangents: list[Any]
+) -> PyTree:
+    """The tangent of ``function(given)`` for tangents of some of the arrays."""
+    return jax.jvp(lambda *x: function(*_replaced(given, moving, x)), [given[i] for i in moving], tangents)[1]
+
+
+def _contribution(
+    passes: Passes, moving: Sequence[int], arrays: list[jax.Array], statistics: Statistics, *values: jax.Array
+) -> Contribution:
+    return passes.contribution(_replaced(arrays, moving, values), *passes.logsumexp(statistics))
+
+
+# The tangents of output and logsumexp, linear in those of the arrays ``moving``: a primitive, so that reverse mode can
+# transpose it by kernels. Its operands are ``n`` arrays, the output, the statistics, and the tangents. ``axes`` has the
+# axes of the operands for each enclosing `jax.vmap`, the outermost first.
+_tangent: Final = core.Primitive("attention_tangent")
+_tangent.multiple_results = True
+
+
+def _mapped(axes: tuple[PyTree, ...], function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    for in_axes in reversed(axes):
+        function = jax.vmap(function, in_axes)
+    return function
+
+
+def _evaluate(
+    *given: jax.Array, passes: Passes, n: int, moving: tuple[int, ...], axes: tuple[PyTree, ...]
+) -> list[jax.Array]:
+    def one(*given: jax.Array) -> list[jax.Array]:
+        arrays, out, statistics, tangents = _split(given, n, moving)
+        contribution = functools.partial(_contribution, passes, moving, arrays, statistics)
+        d = jax.jvp(contribution, [arrays[i] for i in moving], tangents)[1]
+        d_out = d.out - d.weight.swapaxes(1, 2)[..., None] * out.astype(jnp.float32)
+        return [d_out.astype(out.dtype), d.weight]
+
+    result: list[jax.Array] = _mapped(axes, one)(*given)
+    return result
+
+
+def _split(
+    given: Sequence[jax.Array], n: int, moving: tuple[int, ...]
+) -> tuple[list[jax.Array], jax.Array, Statistics, list[jax.Array]]:
+    """The arrays, the output, the statistics and the tangents."""
+    last = len(given) - len(moving)
+    return list(given[:n]), given[n], tuple(given[n + 1 : last]), list(given[last:])
+
+
+def _transpose(
+    cotangents: Sequence[Any], *given: Any, passes: Passes, n: int, moving: tuple[int, ...], axes: tuple[PyTree, ...]
+) -> list[Any]:
+    known = given[: len(given) - len(moving)]
+
+    def one(*given: jax.Array) -> list[jax.Array]:
+        arrays, out, statistics, _ = _split(given[:-2], n, ())
+        d = gradients(passes, moving, arrays, out, statistics, *given[-2:])
+        return [x.astype(arrays[i].dtype) for i, x in zip(moving, d, strict=True)]
+
+    like = known[n : n + 2]
+    d = [jnp.zeros_like(x) if type(d) is ad.Zero else d for d, x in zip(cotangents, like, strict=True)]
+    found = _mapped(tuple((*a[: len(known)], 0, 0) for a in axes), one)(*known, *d)
+    # A tangent may be known, where others are not.
+    d_tangents = [x if ad.is_undefined_primal(t) else None for t, x in zip(given[len(known) :], found, strict=True)]
+    return [None] * len(known) + d_tangents
+
+
+def _jvp(
+    given: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    n: int,
+    moving: tuple[int, ...],
+    axes: tuple[PyTree, ...],
+    **rest: Any,
+) -> tuple[list[jax.Array], list[jax.Array]]:  # fmt: skip
+    value = _tangent.bind(*given, n=n, moving=moving, axes=axes, **rest)
+    known = len(given) - len(moving)
+    kept = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+    if kept[0] >= known:  # linear in these, so that it is transposed by kernels again
+        select = [*range(known), *kept]
+        axes = tuple(tuple(a[i] for i in select) for a in axes)
+        given, moving = given[:known], tuple(moving[i - known] for i in kept)
+        return value, _tangent.bind(*given, *(tangents[i] for i in kept), n=n, moving=moving, axes=axes, **rest)
+    function = functools.partial(_evaluate, n=n, moving=moving, axes=axes, **rest)
+    return value, _jvp_of(function, kept, given, [tangents[i] for i in kept])
+
+
+def _batch(
+    given: Sequence[Any], batched: Sequence[int | None], *, n: int, axes: tuple[PyTree, ...], **rest: Any
+) -> tuple[list[jax.Array], list[int]]:
+    size = next(x.shape[a] for x, a in zip(given, batched, strict=True) if a is not None)
+    moved = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(given, batched, strict=True)]
+    # The results have the shapes of these.
+    for i in (n, n + 1):
+        moved[i] = moved[i] if batched[i] is not None else jnp.broadcast_to(moved[i], (size, *moved[i].shape))
+    in_axes = tuple(None if a is None and i not in (n, n + 1) else 0 for i, a in enumerate(batched))
+    return _tangent.bind(*moved, n=n, axes=(in_axes, *axes), **rest), [0, 0]
+
+
+_tangent.def_impl(_evaluate)
+_tangent.def_abstract_eval(lambda *given, n, **_: [x.update(weak_type=False) for x in given[n : n + 2]])
+ad.primitive_jvps[_tangent] = _jvp
+ad.primitive_transposes[_tangent] = _transpose
+batching.primitive_batchers[_tangent] = _batch
+mlir.register_lowering(_tangent, mlir.lower_fun(_evaluate, multiple_results=True))

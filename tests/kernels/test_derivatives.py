@@ -1,0 +1,150 @@
+"""Derivatives of every order and mode, through what JAX does with functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.biases import ScoreFn
+from attnops.masks import Causal, Segments
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+B, T, S, H, K, D = 2, 21, 37, 4, 2, 8
+INPUTS = normal(B, T, H, D), normal(B, S, K, D), normal(B, S, K, 5), normal(1, H, T, S), normal(H, 2)
+TANGENTS = tuple(normal(*x.shape) for x in INPUTS)
+D_OUT, D_LSE = normal(B, T, H, 5), normal(B, H, T)
+
+Call = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def call(name: str) -> Call:
+    """Output and logsumexp; the query is longer than a tile, and some of its last rows see no key."""
+    operation = OperationRegistry.create(name, OperationMetadata(block_q=16, block_k=16))
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array, bias: jax.Array, sinks: jax.Array) -> Any:
+        ids = jnp.arange(S)[None] // 15
+        mask = Causal() & Segments(jnp.where(jnp.arange(T) > 17, 7, ids[:, S - T :]), ids)
+        output = operation(
+            query, key, value, mask=mask, bias=bias, sinks=sinks, logits_soft_cap=5.0, return_lse=True
+        )  # fmt: skip
+        lse = output.logsumexp
+        return output.attention_outputs, jnp.where(lse == -jnp.inf, 0, lse)
+
+    return run
+
+
+def loss(attend: Call, *inputs: jax.Array) -> jax.Array:
+    out, lse = attend(*inputs)
+    return (jnp.sin(out) * D_OUT).sum() + (jnp.sin(lse) * D_LSE).sum()
+
+
+def scaled(attend: Call, t: jax.Array) -> jax.Array:
+    return loss(attend, *(x + s * d for x, s, d in zip(INPUTS, t, TANGENTS, strict=True)))
+
+
+def all_gradients(attend: Call) -> Callable[..., Any]:
+    return jax.grad(lambda *x: loss(attend, *x), (0, 1, 2, 3, 4))
+
+
+def along(attend: Call, *inputs: jax.Array) -> jax.Array:
+    return sum((d * t).sum() for d, t in zip(all_gradients(attend)(*inputs), TANGENTS, strict=True))
+
+
+def of_jvp(attend: Call, *inputs: jax.Array) -> jax.Array:
+    return (jnp.sin(jax.jvp(attend, inputs, TANGENTS)[1][0]) * D_OUT).sum()
+
+
+def in_scan(attend: Call, query: jax.Array) -> jax.Array:
+    def step(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return carry + jnp.pad(attend(carry, *INPUTS[1:])[0], ((0, 0), (0, 0), (0, 0), (0, 3))), None
+
+    return (jax.lax.scan(step, query, None, length=2)[0] ** 2).sum()
+
+
+ALL = (0, 1, 2, 3, 4)
+# By name, a derivative of a call.
+DERIVATIVES: dict[str, Callable[[Call], Any]] = {
+    "jvp": lambda f: jax.jvp(f, INPUTS, TANGENTS),
+    "linearize": lambda f: jax.linearize(f, *INPUTS)[1](*TANGENTS),
+    "jvp of grad": lambda f: jax.jvp(all_gradients(f), INPUTS, TANGENTS),
+    "grad of grad": lambda f: jax.grad(lambda *x: along(f, *x), ALL)(*INPUTS),
+    "grad of jvp": lambda f: jax.grad(lambda *x: of_jvp(f, *x), ALL)(*INPUTS),
+    "jvp of jvp": lambda f: jax.jvp(lambda *x: jax.jvp(f, x, TANGENTS)[1], INPUTS, TANGENTS)[1],
+    "third": lambda f: jax.jvp(lambda *x: jax.jvp(all_gradients(f), x, TANGENTS)[1], INPUTS, TANGENTS)[1],
+    "jacfwd": lambda f: jax.jacfwd(lambda t: scaled(f, t))(jnp.ones(5)),
+    "hessian": lambda f: jax.hessian(lambda t: scaled(f, t))(jnp.ones(5)),
+    "vmap": lambda f: jax.grad(lambda q: jax.vmap(lambda s: along(f, s * q, *INPUTS[1:]))(jnp.ones(2)).sum())(
+        INPUTS[0]
+    ),
+    "checkpoint": lambda f: jax.jvp(jax.grad(jax.checkpoint(lambda *x: loss(f, *x)), ALL), INPUTS, TANGENTS)[1],
+    "scan": lambda f: jax.jvp(jax.grad(lambda q: in_scan(f, q)), INPUTS[:1], TANGENTS[:1])[1],
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.tier(slow=[name for name in DERIVATIVES if name not in ("jvp", "jvp of grad", "hessian")])
+def test_derivatives_are_those_of_vanilla(name: str) -> None:
+    found, expected = jax.jit(lambda: [DERIVATIVES[name](call(operation)) for operation in ("flash", "vanilla")])()
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-6 * max(1.0, float(jnp.abs(y).max())))
+
+
+@pytest.mark.slow
+def test_parameters_of_a_score_function_and_dropout() -> None:
+    def derivative(name: str) -> Any:
+        operation = OperationRegistry.create(name, OperationMetadata(dropout_prob=0.3))
+
+        def run(query: jax.Array, factors: jax.Array) -> jax.Array:
+            bias = ScoreFn(lambda score, b, h, q, kv, factors: score * jnp.sin(factors[h]), (factors,))
+            output = operation(query, *INPUTS[1:3], bias=bias, dropout_key=jax.random.key(1))
+            return (output.attention_outputs * D_OUT).sum()
+
+        given, tangents = (INPUTS[0], INPUTS[4][:, 0]), (TANGENTS[0], TANGENTS[4][:, 0])
+        return jax.jvp(jax.grad(run, (0, 1)), given, tangents)
+
+    for x, y in zip(
+        *(jax.tree.leaves(jax.jit(derivative, static_argnums=0)(n)) for n in ("flash", "vanilla")), strict=True
+    ):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["jvp", "jvp of grad", "grad of grad"])
+def test_memory_is_linear_in_the_length(order: str) -> None:
+    attend = OperationRegistry.create("flash")
+
+    def temporaries(T: int) -> int:
+        x = jax.ShapeDtypeStruct((1, T, 1, 16), jnp.float32)
+
+        def total(*qkv: jax.Array) -> jax.Array:
+            return (attend(*qkv, mask=Causal()).attention_outputs ** 2).sum()
+
+        gradient = jax.grad(total, (0, 1, 2))
+        functions = {
+            "jvp": lambda *x: jax.jvp(total, x, x),
+            "jvp of grad": lambda *x: jax.jvp(gradient, x, x),
+            "grad of grad": jax.grad(lambda *x: sum((d**2).sum() for d in gradient(*x)), (0, 1, 2)),
+        }
+        size: int = jax.jit(functions[order]).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
+        return size
+
+    assert temporaries(16384) < 2.2 * temporaries(8192)
+
+
+def test_reverse_mode_runs_no_other_pass() -> None:
+    gradient = all_gradients(call("flash"))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in INPUTS]
+    assert "_contribution" not in str(jax.make_jaxpr(gradient)(*shapes))
+    assert "_contribution" in str(jax.make_jaxpr(lambda *x: jax.jvp(gradient, x, x))(*shapes))

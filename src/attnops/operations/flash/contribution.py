@@ -66,6 +66,8 @@ def _contribution(plan: NativePlan, operands: Operands, lse: jax.Array, lse_resi
             q = zero_masked_tokens(q, visible, axis=2)
             k, v = (zero_masked_tokens(x, visible, axis=1) for x in (k, v))
         scores = numbers.scaled(plan.product(numbers.fold_scale(q, plan.dtype), k, 2, 2))
+        if visible is not None and plan.scoring.has_cap_or_bias:  # elsewhere a function may have no finite derivative
+            scores = jnp.where(visible, scores, 0.0)
         slices = () if plan.scoring.bias is None else plan.scoring.bias.load(plan, bias, index)
         scores = apply_cap_and_bias(plan, numbers.cap, scores, slices, index)
         if visible is not None:

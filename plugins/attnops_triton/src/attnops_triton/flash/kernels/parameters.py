@@ -87,7 +87,9 @@ class ArrayLayout(int):
 class KernelOptions:
     """The third parameter, a `tl.constexpr`: what code is left out, and the sizes of tiles."""
 
-    plan: FlashPlan  # with ``tiles`` for all kernels, without lengths, batch, mask, bias and what code does not depend on
+    plan: (
+        FlashPlan  # with ``tiles`` for all kernels, without lengths, batch, mask, bias and what code does not depend on
+    )
     tiles: TileSizes  # those of the kernel
     is_even: bool  # whether the tile sizes divide the lengths, so that no tile reaches beyond the last token
     # Those of the plan and its scoring; ``splits_groups`` in the kernel by keys alone.

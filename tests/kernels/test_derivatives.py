@@ -17,8 +17,8 @@ from attnops.masks import Causal, Segments
 RNG = np.random.default_rng(0)
 
 
-def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+def normal(*shape: int) -> Any:
+    return RNG.normal(size=shape).astype(np.float32)
 
 
 B, T, S, H, K, D = 2, 21, 37, 4, 2, 8
@@ -94,7 +94,7 @@ DERIVATIVES: dict[str, Callable[[Call], Any]] = {
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
-@pytest.mark.tier(slow=[name for name in DERIVATIVES if name not in ("jvp", "jvp of grad", "hessian")])
+@pytest.mark.tier(slow=[name for name in DERIVATIVES if name != "jvp"])
 def test_derivatives_are_those_of_vanilla(name: str) -> None:
     found, expected = jax.jit(lambda: [DERIVATIVES[name](call(operation)) for operation in ("flash", "vanilla")])()
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -116,6 +116,7 @@ def test_head_dims_that_fill_no_register() -> None:
     problem.check(OperationRegistry.create(NAME, problem.metadata))
 
 
+@pytest.mark.slow
 def test_derivatives_that_the_kernel_lacks_are_those_of_plain_jax() -> None:
     x = jnp.sin(jnp.arange(128.0)).reshape(1, 16, 1, 8)
 

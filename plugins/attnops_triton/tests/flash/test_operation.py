@@ -158,6 +158,7 @@ def test_a_lookup_by_query_and_key_is_refused(options: dict[str, object]) -> Non
         make(interpret=True)(x, x, x, **options)
 
 
+@pytest.mark.slow
 def test_derivatives_that_the_kernel_lacks_are_those_of_plain_jax() -> None:
     x = jnp.sin(jnp.arange(128.0)).reshape(1, 16, 1, 8)
 

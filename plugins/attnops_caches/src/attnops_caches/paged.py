@@ -206,7 +206,8 @@ class PagedCache(StoredCache):
         return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
-        store = dataclasses.replace(self.store, **{name: whole(x) for name, x in self.store._blocks().items()})
+        blocks: Any = {name: whole(x) for name, x in self.store._blocks().items()}
+        store = dataclasses.replace(self.store, **blocks)
         table = whole(jnp.clip(self.table, 0, self.pages - 1)) + store.base
         taken = {name: x[table] for name, x in store.flat_blocks().items()}  # [B, M, K, page, d]
         key, value = store.decoded(taken)

@@ -18,7 +18,7 @@ from attnops.softmax import Contribution, PartialSoftmax, contribution, identity
 from attnops_ring.block import Chunks, Extras, Inner, LogSumExp, add, block, block_gradients, concatenate
 
 if TYPE_CHECKING:
-    from attnops.kernels.derivatives import Result, Statistics
+    from attnops.kernels import Result, Statistics
     from attnops.typing import Index, Leaf, PyTree
 
 Axis = str | tuple[str, ...]

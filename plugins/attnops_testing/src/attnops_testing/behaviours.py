@@ -198,9 +198,7 @@ def higher_derivatives(subject: Subject) -> None:
             return jax.vjp(outputs, inputs)[1](cotangents)[0]
 
         def along(inputs: PyTree) -> jax.Array:
-            return sum(
-                jnp.vdot(d, t) for d, t in zip(*map(jax.tree.leaves, (gradients(inputs), tangents)), strict=True)
-            )
+            return jnp.stack([jnp.vdot(d, tangents[name]) for name, d in gradients(inputs).items()]).sum()
 
         forward = (jax.jvp(f, (inputs,), (tangents,))[1] for f in (outputs, gradients))
         return *forward, jax.grad(along)(inputs)
@@ -214,11 +212,10 @@ def higher_derivatives(subject: Subject) -> None:
             raise
         raise NotRunError(f"refused by JAX: {str(error).splitlines()[0]}") from None
 
-    cotangents = {"d_out": problem.cotangents["attention_outputs"], "d_logsumexp": problem.cotangents.get("logsumexp")}
-    exact, narrow = (
-        oracle.attention_tangents(*problem.qkv, tangents=tangents, dtype=dtype, **cotangents, **problem.oracle_options)
-        for dtype in (np.float64, problem.dtype)
-    )
+    d_out, d_lse = problem.cotangents["attention_outputs"], problem.cotangents.get("logsumexp")
+    given: dict[str, Any] = {"tangents": tangents, "d_out": d_out, "d_logsumexp": d_lse, **problem.oracle_options}
+    q, k, v = problem.qkv
+    exact, narrow = (oracle.attention_tangents(q, k, v, dtype=d, **given) for d in (np.float64, problem.dtype))
 
     def check(name: str, actual: jax.Array, exact: oracle.Array, narrow: oracle.Array) -> None:
         assert_close(name, actual, exact, tolerance(exact, narrow, exact, problem.dtype, GRADIENT_FACTOR))

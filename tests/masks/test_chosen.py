@@ -117,7 +117,7 @@ def test_only_tiles_of_chosen_blocks_are_computed_and_one_program_serves_all_cho
         chosen[:, hidden] = False
         bad = np.array(value)
         bad[:, hidden * block : (hidden + 1) * block] = np.nan
-        result = gradients(key, bad, chosen[None, None])
+        result = jax.tree.map(np.asarray, gradients(key, bad, chosen[None, None]))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(result))
         with np.errstate(invalid="ignore"):
             np.testing.assert_array_equal(result[1][2][:, hidden * block : (hidden + 1) * block], 0)
@@ -132,7 +132,8 @@ def test_a_schedule_lists_the_tiles_of_chosen_blocks_alone() -> None:
         coverage = block_map(Blocks(chosen, 32, 32), (1, 2, 256, 256), 32, 32).coverage[0]
         return tile_schedule(coverage), tile_schedule(coverage.swapaxes(1, 2))
 
-    for schedule, expected in zip(schedules(chosen), (chosen[0], chosen[0].swapaxes(1, 2)), strict=True):
+    found = jax.tree.map(np.asarray, schedules(chosen))
+    for schedule, expected in zip(found, (chosen[0], chosen[0].swapaxes(1, 2)), strict=True):
         for m, row in np.ndindex(2, 8):
             listed = schedule.columns[m, schedule.start[m, row] : schedule.stop[m, row]]
             assert sorted(listed.tolist()) == np.nonzero(expected[m, row])[0].tolist()

@@ -15,7 +15,7 @@ Differences from `flax.linen.dot_product_attention` and `flax.nnx.dot_product_at
 | a fully masked row | the mean of the values | 0, and sown weights of 0 |
 | softmax of bfloat16 and float16 | linen: in that dtype, unless ``force_fp32_for_softmax`` | float32 |
 | which weights dropout drops | `jax.random.bernoulli` | a hash of the key, `attnops.dropout` |
-| ``dtype=float64``; a batch of size 0; forward-mode and second derivatives, by `flash` | computed | refused |
+| ``dtype=float64``; a batch of size 0 | computed | refused |
 | ``is_causal`` for one query of a cache (nnx) | it sees only key 0 | refused: the cache's mask is causal already |
 | ``is_causal`` with a mask that does not broadcast to the scores (nnx) | an error | the mask broadcasts |
 | einsums and dot_generals of the caller | used | refused |

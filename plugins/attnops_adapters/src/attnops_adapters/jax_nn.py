@@ -19,7 +19,6 @@ Differences:
 | ``local_window_size`` with a negative number, as (-1, 2) | a band beside the diagonal | refused |
 | a bias of +inf or NaN | NaN in all rows that share its softmax | NaN only in its row |
 | float64, complex numbers, integers; a batch or length of 0; a traced ``scale`` | computed | refused |
-| forward-mode and second derivatives | computed | by `vanilla` and `sdpa`; refused by `flash` |
 
 Causal masks and windows are aligned at the start, as in `jax.nn`: query i is at position i for any number of keys.
 `attnops.masks.Causal()` is aligned at the end.

@@ -22,7 +22,7 @@ Differences from Keras:
 | ``attn_logits_soft_cap`` with a bias | caps scores plus bias | refused: attnops caps before it adds the bias |
 | integers | computed in integers | computed in float32 |
 | a mask [B, T, S] | a mask for each batch row | refused: give it as [B, 1, T, S] |
-| float64; a batch of size 0; forward-mode and second derivatives, by `flash` | computed | refused |
+| float64; a batch of size 0 | computed | refused |
 | ``flash_attention`` | requires or forbids a fused kernel | no effect: `use` names the operation |
 | head dim of the values | the key's | any |
 | a call that fails on TPU | falls back to `jax.nn` with a log message | raises |

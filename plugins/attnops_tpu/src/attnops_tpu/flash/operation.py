@@ -21,7 +21,9 @@ class TPUFlashAttention(FlashAttention):
     """Attention tile by tile in a Pallas kernel: O(T + S) memory, forward and backward; EMPTY tiles cost nothing.
 
     Serves TPUs; on other platforms, and for requests that it refuses, the core's native forward runs.
-    ``metadata.interpret`` runs the kernel in Pallas's interpreter on the host. A second derivative is refused.
+    ``metadata.interpret`` runs the kernel in Pallas's interpreter on the host.
+
+    Reverse mode is a kernel; forward mode and derivatives of higher order run in plain JAX.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {

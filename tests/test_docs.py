@@ -38,4 +38,4 @@ def test_pages_name_sections_that_are_there(monkeypatch) -> None:
 @pytest.mark.slow
 def test_every_picture_is_of_a_mask() -> None:
     pictures = runpy.run_path(str(DOCS / "pictures.py"))
-    assert len({str(pictures["mask_of"](expression)) for expression in pictures["MASKS"].values()}) == 10
+    assert len({str(pictures["mask_of"](expression)) for expression in pictures["MASKS"].values()}) == 11

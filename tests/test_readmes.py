@@ -67,6 +67,7 @@ def test_the_masks_of_the_readme_are_as_it_says(capsys: pytest.CaptureFixture[st
         "ids": np.array([[0, 0, 1, 1]]), "cu_seqlens": np.array([0, 2, 4]), "length": 4,
         "attention_mask": np.array([[1, 1, 1, 0]]), "parents": np.array([[-1, 0, 0]]),
         "q_positions": np.array([[3]]), "kv_positions": np.array([[0, 1, 2, 3]]),
+        "chosen": np.ones((1, 1, 1, 1), bool),
     }  # fmt: skip
     exec(compile(block, "README.md", "exec"), names)
     assert "█ █ █ ·" in capsys.readouterr().out

@@ -86,7 +86,8 @@ def _registered() -> Iterator[None]:
 def test_explain_prints_the_rank_of_the_chosen_and_of_what_could_serve() -> None:
     lines = str(explain(asked().replace(platform="tpu"))).splitlines()
     assert lines[1:3] == ["runs attnops-tpu:flash (forward_tpu)", "  rank 5 of 11: a forward written for this platform"]
-    assert lines[3:5] == ["attnops:sdpa: could serve it", f"  {Rank.PRODUCT}"]
+    assert lines[3].startswith("  derivatives: reverse mode by kernels; forward mode and higher orders in plain JAX")
+    assert lines[4:6] == ["attnops:sdpa: could serve it", f"  {Rank.PRODUCT}"]
     # What can't serve has reasons instead.
     assert lines[lines.index("attnops-ring:ring: can't serve it") + 1].startswith("  - mesh=")
 

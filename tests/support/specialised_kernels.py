@@ -74,7 +74,7 @@ def told(D: int, mask: Mask | None, T: int = 256, dtype: str = "bfloat16", arch:
     metadata = OperationMetadata(platform="cuda", dropout_prob=0.1 * ("dropout_key" in options))
     operation: Any = OperationRegistry.create(NAME, metadata)
     with target(arch):
-        (line,) = explain(operation.request(q, q, q, mask=mask, **options), NAME, metadata).chosen.details
+        line, _ = explain(operation.request(q, q, q, mask=mask, **options), NAME, metadata).chosen.details
     assert line.startswith(f"kernels on {arch}: ")
     by = {name: how for part in line.split(": ", 1)[1].split("; ") for names, how in [part.split(" by ", 1)]
           for name in names.split(", ")}  # fmt: skip

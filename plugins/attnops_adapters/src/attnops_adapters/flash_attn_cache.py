@@ -71,8 +71,9 @@ def flash_attn_with_kvcache(
         metadata: further settings, such as platform.
 
     Returns:
-        out [batch, seqlen, heads, head_dim]; or a tuple: out, softmax_lse if it is asked for, and the new ``k_cache``
-        and ``v_cache`` if ``k`` is given. Where traced lengths exceed the slots, new tokens without a slot are lost.
+        The output [batch, seqlen, heads, head_dim]; or a tuple of it, softmax_lse if it is asked for, and the new
+        ``k_cache`` and ``v_cache`` if ``k`` is given. Where traced lengths exceed the slots, new tokens
+        without a slot are lost.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype or value, or can't be honoured.

@@ -342,7 +342,8 @@ def test_explain_says_why_a_plain_kernel_serves() -> None:
     assert told(256, None)[2] == "plain Triton (no specialised kernel computes them)"
     operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda"))
     q = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
-    (line,) = explain(operation.request(q, q, q), NAME).chosen.details
+    line, of_derivatives = explain(operation.request(q, q, q), NAME).chosen.details
+    assert of_derivatives.endswith("higher orders in plain JAX, as native flash")
     assert line.startswith("kernels: depend on the GPU, and there is none")
 
 

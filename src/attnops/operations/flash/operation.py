@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, Final, Unpack
 
 import jax
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.call import Call
-from attnops.dispatch.forwards import check_named
+from attnops.dispatch.forwards import check_named, forward_for
 from attnops.dispatch.limits import Limits
 from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.options import AttentionOptions, FlashOptions
@@ -69,6 +69,13 @@ class FlashAttention(OperationImpl):
             return VanillaAttention(self.metadata).forward_native(query, key, value, **options)
         options.pop("return_weights", None)
         return self.run_backend("native", query, key, value, **options)  # type: ignore[misc]
+
+    def details(self, request: Request) -> Iterable[str]:
+        """See `attnops.BaseOperation.details`."""
+        forward = forward_for(type(self), request.platform)
+        is_kernel = forward != "native" and self.backend(forward) is not None
+        if is_kernel and isinstance(request, AttentionRequest) and request.needs_grad:
+            yield "derivatives: reverse mode by kernels; forward mode and higher orders in plain JAX, as native flash"
 
     def backend(self, forward: str) -> FlashBackend | None:
         """The kernels of a forward, by its name; None for a forward that does not use the flash skeleton."""

@@ -84,11 +84,12 @@ class TritonFlashAttention(FlashAttention):
                          "interpret float32 or float16")  # fmt: skip
 
     def details(self, request: Request) -> Iterable[str]:
-        """Yields one line for `attnops.explain`: which kernels serve the forward and the backward pass."""
+        """Which kernels serve the forward and the backward pass, and what `FlashAttention.details` says."""
         if isinstance(request, AttentionRequest) and request.source is None:
             from attnops_triton.flash.specialised import describe_kernels
 
             yield describe_kernels(request, self.metadata)
+            yield from super().details(request)
 
     def forward_gpu(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]

@@ -11,7 +11,7 @@ SERVED = {
     "bfloat16", "runtime_dtype", "GQA", "MQA", "T < S", "T > S", "T = 1", "odd lengths", "D ≠ Dv", "head_dim 80",
     "head_dim 256", "Causal", "Causal(offset)", "SlidingWindow", "Segments", "mask & mask", "traced Segments",
     "NaN behind Causal(offset)", "NaN behind a window", "fully masked tiles", "softmax_scale", "negative scale",
-    "large logits", "soft cap", "layout BHTD",
+    "large logits", "soft cap", "layout BHTD", "total-token layout",
 }  # fmt: skip
 
 

@@ -21,7 +21,14 @@ def check(cls: type[OperationImpl], name: str) -> Outcome:
     return subject.check(name.split(" + "))
 
 
-IN_ROWS = [(mutant, row) for mutant in MUTANTS for row in rows_of_each() if mutant.found_by in row]
+IN_ROWS = [
+    (mutant, row)
+    for mutant in MUTANTS
+    for row in rows_of_each()
+    if mutant.found_by in row
+    # Documents one after the other have a batch of 1.
+    and not (mutant.found_by == "mask per batch" and "total-token layout" in row)
+]
 
 
 def test_most_mutants_are_of_a_feature_that_a_row_has():

@@ -200,15 +200,19 @@ def _transpose(
 
     def one(*given: jax.Array) -> list[jax.Array]:
         arrays, out, statistics, _ = _split(given[:-2], n, ())
-        d = gradients(passes, moving, arrays, out, statistics, *given[-2:])
-        return [x.astype(arrays[i].dtype) for i, x in zip(moving, d, strict=True)]
+        return gradients(passes, moving, arrays, out, statistics, *given[-2:])
 
     like = known[n : n + 2]
     d = [jnp.zeros_like(x) if type(d) is ad.Zero else d for d, x in zip(cotangents, like, strict=True)]
     found = _mapped(tuple((*a[: len(known)], 0, 0) for a in axes), one)(*known, *d)
-    # A tangent may be known, where others are not.
-    d_tangents = [x if ad.is_undefined_primal(t) else None for t, x in zip(given[len(known) :], found, strict=True)]
-    return [None] * len(known) + d_tangents
+
+    def cotangent(i: int, x: jax.Array) -> jax.Array | None:
+        if not ad.is_undefined_primal(given[i]):
+            return None  # a tangent may be known, where others are not
+        shared = [level for level, in_axes in enumerate(axes) if in_axes[i] is None]  # by all elements of a vmap
+        return (x.sum(shared) if shared else x).astype(given[i].aval.dtype)
+
+    return [None] * len(known) + [cotangent(len(known) + i, x) for i, x in enumerate(found)]
 
 
 def _jvp(

@@ -87,7 +87,7 @@ class Spec:
             metadata: the operation's metadata; its layout, dtype, dropout and tile sizes are replaced.
             seed: the seed of the arrays and cotangents.
         """
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed + self.large)
         metadata = metadata or OperationMetadata()
         fit = Fit(block=self.block, multiple=self.multiple)
         T, S = (fit.tokens(*length) for length in (self.T, self.S or self.T))

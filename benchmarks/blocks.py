@@ -1,4 +1,4 @@
-"""The cost of chosen blocks on a CPU: one block of keys of eight for each block of queries, beside full attention.
+"""The cost of chosen blocks on a CPU: one block of keys in eight for each block of queries, and full attention.
 
 Run ``python benchmarks/blocks.py`` (``--json FILE`` to keep the figures). All sides are measured in turns in one run,
 in CPU time, and the best of several repetitions is reported, divided by an eighth of full attention's.

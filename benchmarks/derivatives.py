@@ -1,4 +1,4 @@
-"""Forward mode and Hessian-vector products on a CPU, beside `jax.nn.dot_product_attention`.
+"""Forward mode and Hessian-vector products on a CPU, compared with `jax.nn.dot_product_attention`.
 
 Run ``python benchmarks/derivatives.py`` (``--json FILE`` keeps the figures, ``--long`` adds a Hessian-vector product of
 65,536 tokens, some minutes). All sides are measured in turns in one run, and the best of several repetitions is

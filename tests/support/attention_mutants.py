@@ -100,7 +100,7 @@ class PaddingAfterDocumentsSeesItself(Reference):
 
 
 class BlocksOfTheFirstHeadForAll(Reference):
-    """The blocks that were chosen for the first heads are those of all heads."""
+    """The blocks that were chosen for the first heads are used for all heads."""
 
     found_by = "Blocks"
 

@@ -121,7 +121,7 @@ class OperationImpl(PartialAttention):
             cu_seqlens: for ``metadata.layout="THD"``, where query, key, value and output have no batch, [total, heads,
                 head_dim], logsumexp is [H, T] and weights are [H, T, S]: the cumulative lengths of the documents in
                 them, integers [documents + 1], [0, n₁, n₁ + n₂, …]. Tokens from the last number on are padding: output
-                0, logsumexp −inf, gradients 0. Tokens see those of their own document, and masks and biases of
+                0, logsumexp −inf, gradients 0. Tokens see their own document alone, and masks and biases by
                 positions are evaluated in each: `Causal` is aligned at its end. Those with positions of their own, and
                 arrays (masks, ids and biases, as for B = 1), are by token. Numbers that are known must rise from 0;
                 a traced one that is below an earlier one counts as that, so that its document is empty.

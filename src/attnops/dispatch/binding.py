@@ -125,7 +125,7 @@ def _one_row(name: str, x: jax.Array) -> jax.Array:
 
 
 def _by_document(cu_seqlens: dict[str, Any], options: dict[str, Any], dimensions: Dimensions) -> None:
-    """Make mask and bias those of the documents that ``cu_seqlens`` describe."""
+    """Evaluate mask and bias in each document that ``cu_seqlens`` describe."""
     placed = documents(cu_seqlens, dimensions.T, dimensions.S)
     scores = (dimensions.B, dimensions.H, dimensions.T, dimensions.S)
     mask, bias = options.get("mask"), options.get("bias")

@@ -116,7 +116,7 @@ def _placed_mask(mask: Any, documents: Documents) -> Mask:
         case At():
             return mask
         case _Band() | Band() if documents.same:
-            return mask  # the distance of two tokens of a document is that of their indices
+            return mask  # the distance of two tokens of a document is the distance of their indices
     if type(mask).at is Mask.at:
         return mask
     q = _query_positions(mask, documents)

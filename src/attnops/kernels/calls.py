@@ -29,7 +29,7 @@ _call.multiple_results = True
 
 
 def call(function: Function, rule: Rule, arrays: Sequence[jax.Array]) -> Values:
-    """``function(*arrays)``, whose tangents are those of ``rule``. Neither may close over traced arrays."""
+    """``function(*arrays)``, whose tangents ``rule`` computes. Neither may close over traced arrays."""
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         return function(*arrays)
     jaxpr = jax.make_jaxpr(function)(*arrays) if is_staged() else None

@@ -67,7 +67,7 @@ class Passes(abc.ABC):
             wanted: the indices.
             arrays: the call's arrays.
             out: the output; None for the gradients of the sum over the keys, at a fixed logsumexp.
-            statistics: those of the softmax.
+            statistics: of the softmax.
             d_out: the cotangent of the output, [B, T, H, Dv].
             d_lse: the cotangent of the logsumexp, or of the sum's weight, float32 [B, H, T].
         """
@@ -158,9 +158,9 @@ def _contribution(
     return passes.contribution(_replaced(arrays, moving, values), *passes.logsumexp(statistics))
 
 
-# The tangents of output and logsumexp, linear in those of the arrays ``moving``: a primitive, so that reverse mode can
-# transpose it by kernels. Its operands are ``n`` arrays, the output, the statistics, and the tangents. ``axes`` has the
-# axes of the operands for each enclosing `jax.vmap`, the outermost first.
+# The tangents of output and logsumexp, linear in the tangents of the arrays ``moving``: a primitive, so that reverse
+# mode can transpose it by kernels. Its operands are ``n`` arrays, the output, the statistics, and the tangents.
+# ``axes`` has the axes of the operands for each enclosing `jax.vmap`, the outermost first.
 _tangent: Final = core.Primitive("attention_tangent")
 _tangent.multiple_results = True
 

@@ -23,7 +23,7 @@ from attnops.softmax import Contribution, PartialSoftmax
 
 if TYPE_CHECKING:
     from attnops.dispatch.metadata import OperationMetadata
-    from attnops.typing import Aval, BackendPlan, DType, PyTree
+    from attnops.typing import Aval, BackendPlan, DType, Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -233,6 +233,11 @@ def _sinks_weight(sinks: jax.Array, lse: jax.Array, lse_residual: jax.Array) -> 
     return jnp.exp((sinks[:, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)) - lse_residual)
 
 
+def _constant(x: Leaf) -> Leaf:
+    # Eagerly, without an operation for each array.
+    return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
+
+
 # The contribution of a fitted call's keys in plain JAX, from the logsumexp and its rounding error, without sinks.
 Plain: TypeAlias = Callable[[FlashCall, jax.Array, jax.Array], Contribution]
 
@@ -246,8 +251,8 @@ class FlashPasses(Passes):
         plan: the plan of the call.
         call: the fitted call; its arrays are arguments instead.
         plain: what derivatives other than reverse mode are computed by.
-        tree: the structure of the arrays: those of the call, of the scores, and of the schedule.
-        differentiable: this many arrays have derivatives: those of query, key, value, bias and sinks.
+        tree: the structure of the arrays: the call's, the scores' and the schedule's.
+        differentiable: this many arrays, query, key, value, bias and sinks, have derivatives.
     """
 
     backend: FlashBackend
@@ -264,7 +269,7 @@ class FlashPasses(Passes):
         plan = backend.plan(fitted)
         given = fitted.query, fitted.key, fitted.value, fitted.bias, fitted.sinks
         rest = fitted.mask, fitted.dropout_key, backend.arrays(plan, fitted), backend.schedule(plan, fitted)
-        leaves, tree = jax.tree.flatten((given, jax.lax.stop_gradient(rest)))
+        leaves, tree = jax.tree.flatten((given, jax.tree.map(_constant, rest)))
         static = fitted.replace(query=None, key=None, value=None, bias=None, sinks=None, mask=None, dropout_key=None)
         passes = cls(backend, plan, static, plain, tree, len(jax.tree.leaves(given)))
         return passes, equally_varying(leaves)

@@ -33,7 +33,7 @@ class MaskParts(NamedTuple):
         function: the mask as a function.
         leaves: the argument of `Elementwise.compute`.
         dense: the mask's arrays of T × S elements, [B or 1, H or 1, T, S] booleans, whose tiles are arguments of
-            `Elementwise.apply`; then its `attnops.masks.Blocks`, those of one block of queries or of keys excepted.
+            `Elementwise.apply`; then its `attnops.masks.Blocks`, except those with one block of queries or of keys.
     """
 
     function: Elementwise

@@ -33,7 +33,7 @@ class Blocks(Mask):
     Attributes:
         chosen: for each block of queries, the blocks of keys: booleans [B or 1, n, nq, nk], or the indices of blocks,
             integers [B or 1, n, nq, top_k], -1 for none. nq is ``ceil(T / q_block)`` and nk ``ceil(S / kv_block)``; n
-            is 1, H, or a divisor of H such as K, whose choices are those of H / n consecutive query heads.
+            is 1, H, or a divisor of H such as K, where each choice serves H / n consecutive query heads.
         q_block: queries per block, an int.
         kv_block: keys per block, an int.
 

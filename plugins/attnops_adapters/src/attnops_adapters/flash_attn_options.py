@@ -96,7 +96,7 @@ def attend(
     cap, probability = float(softcap), float(dropout_p)  # type: ignore[arg-type]
     if probability and dropout_key is None:
         raise ValueError(
-            f"dropout_p={probability} needs dropout_key=jax.random.key(...), which flash-attn takes from PyTorch's "
+            f"dropout_p={probability} needs dropout_key=jax.random.key(...), which flash-attn draws from PyTorch's "
             f"generator; give a new key for each call, or dropout_p=0.0"
         )
     metadata = OperationMetadata() if metadata is None else metadata

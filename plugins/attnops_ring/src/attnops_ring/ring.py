@@ -1,6 +1,6 @@
 """Ring attention: keys and values rotate through all devices (Liu et al. 2023, arXiv:2310.01889).
 
-Derivatives are those of `attnops.kernels.attend`. The forward pass saves only the output and its logsumexp; the
+Derivatives are computed by `attnops.kernels.attend`. The forward pass saves only the output and its logsumexp; the
 backward pass rotates keys and values again, together with their gradients.
 """
 

@@ -181,7 +181,7 @@ def export(subject: Subject) -> None:
 
 
 def higher_derivatives(subject: Subject) -> None:
-    """Forward mode and second derivatives are right, or refused with a message: the tangents of the outputs, those of
+    """Forward mode and second derivatives are right, or refused with a message: the tangents of the outputs and of
     the gradients, and the gradients of a gradient.
     """
     if not subject.gradients:

@@ -35,7 +35,7 @@ class SlotBlocks(Blocks):
 
 
 def blocks_by_slot(mask: Blocks, shape: tuple[int, int, int, int], positions: jax.Array) -> SlotBlocks:
-    """Chosen blocks of positions as those of slots.
+    """Chosen blocks of positions as blocks of slots.
 
     Args:
         mask: not bound.

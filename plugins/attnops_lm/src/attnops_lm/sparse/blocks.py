@@ -34,7 +34,7 @@ def top_blocks(scores: jax.Array, top_k: int, q_block: int, kv_block: int, alway
 
     Args:
         scores: of blocks of keys by block of queries, [B, n, nq, nk].
-        top_k: blocks to choose, the own one and those of ``always`` included.
+        top_k: blocks to choose, the query's own and the ``always`` ones included.
         q_block: queries per block, whose own block of keys is that of the last of them; a divisor of ``kv_block``.
         kv_block: keys per block.
         always: how many of the first blocks are always chosen.

@@ -63,6 +63,7 @@ def moba(
         block: keys per block.
         top_k: blocks per query.
         q_block: consecutive queries that share a choice, a divisor of ``block``: a kernel skips whole tiles of queries.
+            Above 1 the choice of a query depends on later ones too, so that decoding a token at a time differs.
 
     Returns:
         [B, T, H, Dv]. Differentiable; the choice has no gradient. The scores of blocks are O(T / q_block · T / block).

@@ -84,20 +84,16 @@ def test_segments_of_several_dtypes_under_strict_promotion():
 STEPS = np.array([0, 1, 5, 6, 7, 30])
 POSITIONS = {
     "seconds": STEPS + NOW,
-    "milliseconds": STEPS + 1000 * NOW,
     "seconds as int32": (STEPS + NOW).astype(np.int32),
     "concrete": jnp.asarray(STEPS + NOW, jnp.int32),
-    "beyond int32 without a sign": (STEPS + 2**31 - 3).astype(np.uint32),
-    "concrete without a sign": jnp.asarray(STEPS + 2**31 - 3, jnp.uint32),
-    "64 bits without a sign": STEPS.astype(np.uint64) + np.uint64(2**63),
-    "far below 0": STEPS - 2**40,
+    "without a sign": (STEPS + 2**31 - 40).astype(np.uint32),
     "16 bits": (STEPS + 32760).astype(np.uint16),
     "to the end of 8 bits": (STEPS + 97).astype(np.int8),
 }
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-@pytest.mark.tier(slow=["seconds", "concrete", "concrete without a sign"])
+@pytest.mark.tier(slow=["seconds", "concrete"])
 def test_positions_of_any_size(name):
     t = POSITIONS[name]
     p = [int(x) for x in np.asarray(t)]
@@ -128,19 +124,15 @@ def test_positions_that_are_far_apart():
     np.testing.assert_array_equal(found[0, 0], difference >= 0)
 
 
-@pytest.mark.slow
-def test_an_offset_is_a_position_too():
-    keys = np.arange(5) + 1000 * NOW
-    check(Causal(offset=1000 * NOW + 2).at(kv_positions=keys), np.arange(3)[:, None] + 2 >= np.arange(5))
-    check(Causal(offset=NOW + 2).at(kv_positions=np.arange(5) + NOW), np.arange(3)[:, None] + 2 >= np.arange(5))
-    for far in (2**40, -(2**40)):
-        for mask in (Causal(far), SlidingWindow(None, 0, far)):
-            check(mask, np.full((3, 5), far > 0))
-        check(SlidingWindow(2**29, 0, far), np.zeros((3, 5), bool))
-        check(PrefixLM(2, far), np.broadcast_to((np.arange(5) < 2) | (far > 0), (3, 5)))
-
-
 END = 2**31 - 1
+
+
+def test_offsets_that_int32_does_not_hold_are_refused():
+    check(Causal(offset=NOW + 2).at(kv_positions=np.arange(5) + NOW), np.arange(3)[:, None] + 2 >= np.arange(5))
+    for far in (2**40, -(2**40), END - 2**27 + 1, np.array([[3], [2**40]])):
+        for mask in (Causal(far), SlidingWindow(2, 0, far), Chunked(7, far), PrefixLM(2, far)):
+            with pytest.raises(ValueError, match=r"'s offset=-?\d+ must be from -2013265919 to 2013265919, so that"):
+                mask.bind(2, 1, 3, 5)
 
 
 def rows(T, S, offset):
@@ -159,9 +151,9 @@ WINDOWS = (END - 2**27 - 1, END - 2, END, END + 2, 2**33)
 )
 def test_windows_and_offsets_near_the_end_of_int32(kind, window, sign):
     traced = isinstance(kind(0), jax.Array)
-    for offset in (0, END - 2**27, END - 2**27 + 2, END - 5, END, END + 3, 2**33 - 1):
-        if traced and (window > END or offset > END - 2**27):
-            continue  # int32 does not hold the window, or the position of a query far into the sequence
+    for offset in (0, END - 2**27 - 5, END - 2**27):
+        if traced and window > END:
+            continue  # int32 does not hold it
         difference = rows(3, 5, sign * offset)
         for given in (window, kind(window)):
             left, right = (given, 0) if sign > 0 else (0, given)
@@ -179,50 +171,17 @@ def test_windows_that_are_not_below_the_end_of_int32_are_no_limit():
             check(mask, np.arange(3)[:, None] + 2 >= np.arange(5))
 
 
-@pytest.mark.slow
-def test_a_window_of_some_batches_at_offsets_of_others():
-    mask = SlidingWindow(np.array([[END, 2**40]]), None, np.array([[3], [2**40 - 1]]))
-    found = np.broadcast_to(mask.dense(2, 2, 3, 5), (2, 2, 3, 5))
-    for b, offset in enumerate((3, 2**40 - 1)):
-        for h, window in enumerate((END, 2**40)):
-            np.testing.assert_array_equal(found[b, h], rows(3, 5, offset) <= window)
-
-
-def test_a_window_that_int32_does_not_hold_is_refused_where_it_would_count():
-    t = np.array([-(2**31), 0, 2**31 - 1])
-    for window in (END, 2**32 - 2):
-        text = f"={window} with positions that are 4294967295 apart: int32, .* holds windows below 2147483647; give No"
-        for mask in (SlidingWindow(window, 0), SlidingWindow(0, np.array([[window]]))):
-            with pytest.raises(ValueError, match=text):
-                mask.at(t, t).bind(1, 1, 3, 3)
-    check(SlidingWindow(2**32 - 1, 0).at(t, t), np.tri(3, dtype=bool))
-    check(SlidingWindow(END, 0).at(t[1:], t[1:]), np.tri(2, dtype=bool))
-
-
-def test_chunks_at_an_offset_that_int32_does_not_hold():
-    text = r"Chunked's size=2147483647 and offset=2147483646: where int32 .* must not exceed 536870912; count positions"
-    with pytest.raises(ValueError, match=text):
-        Chunked(END, END - 1).bind(1, 1, 3, 5)
-    for size, offset in ((2**29, END), (END, 2**30), (2**40, END - 2**27), (END, -1), (2**40, -(2**40)), (7, 2**40)):
-        positions = np.arange(3, dtype=object) + offset
-        check(Chunked(size, offset), (positions[:, None] // size == np.arange(5) // size).astype(bool))
-
-
-def test_positions_that_can_not_be_moved_are_refused():
-    t = np.array([0, 1]) + 1000 * NOW
+def test_positions_that_int32_does_not_hold_are_refused():
+    t, end = np.array([0, 1]) + 1000 * NOW, "must fit int32, which kernels compute with; subtract the first token's po"
     refused = {
-        "and this mask depends on their values": MaskFn(lambda b, h, q, kv: q >= kv).at(t, t),
-        "from 0 to 1700000000001 must fit int32, which": Causal().at(t),
-        "after the first is subtracted": Causal().at([0, 2**33], [0, 1]),
-        "must fit int32 if the offset is an array": Causal(jnp.array([[1]])).at(kv_positions=t),
+        "q_positions from 1700000000000 to 1700000000001 ": MaskFn(lambda b, h, q, kv: q >= kv).at(t, t),
+        "kv_positions from 0 to 8589934592 ": Causal().at(kv_positions=[0, 2**33]),
+        "q_positions from 4294967295 to 4294967295 ": Lengths([1]).at(jnp.full(2, 2**32 - 1, jnp.uint32)),
     }
     for text, mask in refused.items():
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=text + end):
             mask.bind(1, 1, 2, 2)
-    chunks = Chunked(np.array([[3], [4]])).at(t, t).dense(2, 1, 2, 2)
-    for b, size in enumerate((3, 4)):
-        np.testing.assert_array_equal(chunks[b, 0], np.equal.outer(t // size, t // size))
-    with pytest.raises(ValueError, match="q_positions has dtype uint32 and is traced, so that its values may not fit"):
+    with pytest.raises(ValueError, match="q_positions traced, of dtype uint32, " + end):
         jax.jit(lambda t: Causal().at(t, t).dense(1, 1, 2, 2))(jnp.zeros(2, jnp.uint32))
     with jax.enable_x64(True), pytest.raises(ValueError, match="cast them to int32"):
         jax.jit(lambda t: Causal().at(t, t).dense(1, 1, 2, 2))(jnp.zeros(2, jnp.int64))

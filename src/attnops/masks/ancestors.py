@@ -103,14 +103,6 @@ class Ancestors(Mask):
         """This mask with the drafted tokens at another offset."""
         return dataclasses.replace(self, offset=offset)
 
-    def position_unit(self) -> int | None:
-        """Subtracting any number from all positions leaves the mask unchanged."""
-        return 1
-
-    def moved(self, by: int) -> Ancestors:
-        """This mask for positions from which ``by`` was subtracted."""
-        return self
-
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """See `Mask.allowed`."""
         raise ValueError(f"{self!r} is not bound; call mask.bind(B, H, T, S)")

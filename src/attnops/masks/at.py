@@ -12,7 +12,7 @@ from jax import lax
 
 from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid, check_by_token
-from attnops.masks.integers import LARGEST, extent, positions_as_int32
+from attnops.masks.integers import as_positions
 from attnops.masks.picture import text
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class At(Mask):
         q_positions: integers [T], [1, T] or [B, T]; None for ``i`` plus the mask's own offset.
         kv_positions: integers [S], [1, S] or [B, S]; None for ``j``.
 
-    Positions that int32 does not hold, such as milliseconds since 1970, are counted from the lowest of them where they
-    are known when tracing and the mask depends on their differences only (`MaskFn` may not); else binding refuses them.
+    Binding refuses positions that int32 does not hold, such as milliseconds since 1970. A window of 2³¹ − 1 or more is
+    no limit, however far apart positions are.
     """
 
     mask: Mask
@@ -40,19 +40,11 @@ class At(Mask):
 
     def bind(self, B: int, H: int, T: int, S: int) -> Mask:  # type: ignore[override]
         given = (("q_positions", self.q_positions, T), ("kv_positions", self.kv_positions, S))
-        q, kv = (None if x is None else token_array(name, x, B, n) for name, x, n in given)
+        q, kv = (None if x is None else as_positions(name, token_array(name, x, B, n)) for name, x, n in given)
         mask: Any = self.mask
-        offset = getattr(mask, "offset", 0)
-        unit = mask.position_unit() if hasattr(mask, "position_unit") else None
-        q, kv, moved = positions_as_int32(q, kv, S - T if offset is None else offset, T, unit)
-        mask = mask.moved(moved) if moved else mask
         if hasattr(mask, "bind_at"):  # it reads positions in its own way
             bound: Mask = mask.bind_at(B, H, T, S, q, kv)
             return bound
-        if isinstance(q, np.ndarray) and isinstance(kv, np.ndarray):
-            (q_least, q_most), (least, most) = extent(q), extent(kv)
-            _check_window("SlidingWindow's left", getattr(mask, "left", None), q_most - least)
-            _check_window("SlidingWindow's right", getattr(mask, "right", None), most - q_least)
         return type(self)((mask if q is None else mask.with_offset(0)).bind(B, H, T, S), q, kv)
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
@@ -99,17 +91,6 @@ def at(mask: Mask, q_positions: Array | None, kv_positions: Array | None) -> Mas
             f"queries; give only one"
         )
     return At(mask, q_positions, kv_positions)
-
-
-def _check_window(name: str, limit: Leaf, distance: int) -> None:
-    """Raise a `ValueError` if a window of at least `LARGEST`, which means no limit, is below ``distance``."""
-    if isinstance(limit, (int, np.ndarray, np.generic)):
-        wide = [int(x) for x in np.asarray(limit).reshape(-1) if LARGEST <= x < distance]
-        if wide:
-            raise ValueError(
-                f"{name}={wide[0]} with positions that are {distance} apart: int32, which kernels compute with, holds "
-                f"windows below {LARGEST}; give None for no limit, or count positions in a coarser unit"
-            )
 
 
 def token_array(name: str, values: Leaf, B: int, length: int) -> Array:

@@ -1,12 +1,11 @@
 """Integers of masks as int32, which kernels compute with.
 
-Limits (windows, lengths, offsets) are clipped, since all limits beyond the last token are equivalent. Ids are
-renumbered, and a common number is subtracted from positions. Traced integers that may not fit are refused.
+Limits (windows, lengths) are clipped, since all limits beyond the last token are equivalent, and ids are renumbered.
+Positions and offsets that int32 does not hold are refused, and so are traced integers that may not fit.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Final
 
 import jax
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from attnops.typing import Index, Leaf
 
-# A limit of this size is no limit.
+# A limit of this size or more is no limit.
 LARGEST: Final = 2**31 - 1
 _LEAST: Final = -LARGEST - 1
 # More than the difference of any two indices.
@@ -55,23 +54,21 @@ def clip_limit(value: int) -> int:
     return max(-LARGEST, min(value, LARGEST))
 
 
-def clip_offset(value: Leaf) -> Leaf:
-    """An offset, an int or int32, clipped so that adding an index does not overflow int32.
+def as_offset(name: str, given: Leaf, offset: Leaf) -> Leaf:
+    """A limit ``offset``, made of ``given``, to which an index can be added in int32; a traced one is clipped.
 
-    For a known offset, the `excess` that is clipped off is added to limits instead; for a traced one it is lost.
+    Raises:
+        ValueError: it is known when tracing, and too far from 0.
     """
-    if isinstance(value, int):
-        return max(-_FARTHEST_OFFSET, min(value, _FARTHEST_OFFSET))
-    xp = numpy_of(value)
-    return xp.clip(value, -_FARTHEST_OFFSET, _FARTHEST_OFFSET)
-
-
-def excess(offset: Leaf) -> Leaf:
-    """A known offset minus `clip_offset` of it: an int, or an array of Python's integers."""
-    if isinstance(offset, int):
-        return offset - clip_offset(offset)
-    host = np.asarray(offset).astype(object)
-    return host - np.clip(host, -_FARTHEST_OFFSET, _FARTHEST_OFFSET)
+    if not isinstance(given, (int, np.ndarray, np.generic)):
+        return jnp.clip(offset, -_FARTHEST_OFFSET, _FARTHEST_OFFSET)
+    farthest = max(extent(given), key=abs)
+    if abs(farthest) > _FARTHEST_OFFSET:
+        raise ValueError(
+            f"{name}={farthest} must be from -{_FARTHEST_OFFSET} to {_FARTHEST_OFFSET}, so that int32, which kernels "
+            f"compute with, holds positions; count them from the first token"
+        )
+    return offset
 
 
 def minus(a: Leaf, b: Index) -> Leaf:
@@ -90,60 +87,20 @@ def minus(a: Leaf, b: Index) -> Leaf:
     return jnp.clip(a, np.int32(_LEAST) + jnp.maximum(b, zero), np.int32(LARGEST) + jnp.minimum(b, zero)) - b
 
 
-def positions_as_int32(q: Leaf, kv: Leaf, offset: Leaf, length: int, unit: int | None) -> tuple[Leaf, Leaf, int]:
-    """Positions as int32; where they don't fit, a common number is subtracted from all.
-
-    Args:
-        q: queries' positions, integers [1 or B, T]; None for ``offset + i``.
-        kv: keys' positions, integers [1 or B, S]; None for ``j``.
-        offset: the offset of queries without positions, an int or an integer array.
-        length: T.
-        unit: positions may be moved by multiples of this number; None where the mask depends on their values.
-
-    Returns:
-        Queries' and keys' positions, and the number subtracted from all; where it is not 0, queries have positions.
+def as_positions(name: str, values: Leaf) -> Leaf:
+    """Positions as int32.
 
     Raises:
-        ValueError: int32 holds neither them nor their differences; or they may not fit and are traced.
+        ValueError: they are not integers, or int32 may not hold them.
     """
-    given = {name: x for name, x in (("q_positions", q), ("kv_positions", kv)) if x is not None}
-    for name, values in given.items():
-        check_integers(name, values)
-    is_far = isinstance(offset, int) and excess(offset) != 0
-    if all(map(fits, given.values())) and not (is_far and q is None and kv is not None):
-        q, kv = (None if x is None else x.astype(np.int32) for x in (q, kv))
-        return q, kv, 0
-    for name, values in given.items():
-        if not is_known(values):
-            raise ValueError(
-                f"{name} has dtype {values.dtype} and is traced, so that its values may not fit int32, which kernels "
-                f"compute with; {_ADVICE}"
-            )
-    if q is None:
-        if not isinstance(offset, int):
-            raise ValueError(f"kv_positions must fit int32 if the offset is an array; {_ADVICE}")
-        q = (np.arange(length) + offset)[None] if -(2**62) < offset < 2**62 else np.full((1, length), offset, object)
-    (q_least, q_most), (least, most) = extent(q), (0, 0) if kv is None else extent(kv)
-    least, most = min(q_least, least), max(q_most, most)
-    moved = 0 if unit is None or kv is None else least // unit * unit
-    if most - moved > LARGEST or least - moved < _LEAST:
+    check_integers(name, values)
+    if not fits(values):
+        what = "from {} to {}".format(*extent(values)) if is_known(values) else f"traced, of dtype {values.dtype},"
         raise ValueError(
-            f"positions from {least} to {most} must fit int32, which kernels compute with, "
-            + ("and this mask depends on their values" if unit is None else "after the first is subtracted")
-            + f"; {_ADVICE}, in a coarser unit if need be"
+            f"{name} {what} must fit int32, which kernels compute with; subtract the first token's position, and cast "
+            f"them to int32"
         )
-    return _moved(q, moved), None if kv is None else _moved(kv, moved), moved
-
-
-_ADVICE: Final = "subtract the first token's position, and cast them to int32"
-
-
-def _moved(values: Leaf, by: int) -> Leaf:
-    """Known integers minus a number, as int32."""
-    host = np.asarray(values)
-    # The difference of 64-bit integers may need 65 bits.
-    moved = np.asarray(host.astype(object) - by if host.dtype in (np.uint64, object) else host.astype(np.int64) - by)
-    return _like(values, moved.astype(np.int32))
+    return values.astype(np.int32)
 
 
 def ids_as_int32(names: tuple[str, ...], ids: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
@@ -182,15 +139,11 @@ def ids_as_int32(names: tuple[str, ...], ids: tuple[Leaf, ...]) -> tuple[Leaf, .
 
 def _renumbered(ids: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
     arrays = [np.asarray(values) for values in ids]
-    # int64 and uint64 have no common dtype: negative ids are numbered separately, below 0.
-    is_negative = np.concatenate([(values < 0).reshape(-1) for values in arrays])
-    bits = np.concatenate([values.astype(np.uint64).reshape(-1) for values in arrays])
-    numbers = np.empty(bits.shape, np.int32)
-    numbers[~is_negative] = np.unique(bits[~is_negative], return_inverse=True)[1]
-    below, inverse = np.unique(bits[is_negative], return_inverse=True)
-    numbers[is_negative] = inverse - len(below)
-    stops = np.cumsum([values.size for values in arrays])[:-1]
-    parts = np.split(numbers, stops)
+    common = np.result_type(*arrays)
+    dtype = common if common.kind in "iu" else object  # int64 and uint64 have no common dtype
+    every = np.concatenate([values.reshape(-1).astype(dtype) for values in arrays])
+    numbers = np.unique(every, return_inverse=True)[1].astype(np.int32)
+    parts = np.split(numbers, np.cumsum([values.size for values in arrays])[:-1])
     return tuple(_like(x, part.reshape(x.shape)) for x, part in zip(ids, parts, strict=True))
 
 
@@ -221,32 +174,6 @@ def extent(values: Leaf) -> tuple[int, int]:
 def _like(values: Leaf, host: Leaf) -> Leaf:
     """A numpy array as a JAX array if ``values`` is one, else unchanged."""
     return jnp.asarray(host) if isinstance(values, jax.Array) else host
-
-
-def less(limits: Leaf, by: Leaf) -> Leaf:
-    """Known limits minus a number, or an array of Python's integers, clipped as by `as_limits`."""
-    if isinstance(limits, int) and isinstance(by, int):
-        return clip_limit(limits - by)
-    host = np.asarray(np.asarray(limits).astype(object) - by)
-    return _like(limits, np.clip(host, -LARGEST, LARGEST).astype(np.int32))
-
-
-def window_less(limit: Leaf, by: Leaf) -> Leaf:
-    """A window's limit minus a number or an array of Python's integers: at least 0, clipped as by `as_limits`."""
-    if isinstance(limit, jax.Array):
-        by = np.clip(np.asarray(by, object), -LARGEST, LARGEST).astype(np.int32)
-        return jnp.maximum(minus(as_limits("a window's limit", limit), by), 0)
-    left = less(limit if np.shape(limit) else int(limit), by)
-    return max(left, 0) if isinstance(left, int) else np.maximum(left, np.int32(0))
-
-
-def common_unit(sizes: Leaf) -> int | None:
-    """The least common multiple of chunk sizes; None where they are traced."""
-    if isinstance(sizes, int):
-        return sizes
-    if not is_known(sizes):
-        return None
-    return math.lcm(*(int(size) for size in np.asarray(sizes).reshape(-1)))
 
 
 def edge_of(limit: Index | None, offset: Leaf) -> Leaf:

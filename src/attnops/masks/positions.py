@@ -12,20 +12,7 @@ import numpy as np
 from attnops.masks.at import at
 from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid, below_bounds, equal_bounds
-from attnops.masks.integers import (
-    FAR,
-    as_limits,
-    clip_limit,
-    clip_offset,
-    common_unit,
-    edge_of,
-    excess,
-    farthest,
-    is_known,
-    less,
-    near,
-    window_less,
-)
+from attnops.masks.integers import FAR, as_limits, as_offset, clip_limit, edge_of, farthest, near
 from attnops.masks.picture import text
 
 if TYPE_CHECKING:
@@ -63,33 +50,17 @@ class _Positional(Mask):
     offset: Leaf
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
-        values: dict[str, Leaf] = {"offset": S - T if self.offset is None else self.offset}
-        numbers: dict[str, Leaf] = {}
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = values.setdefault(field.name, getattr(self, field.name))
-            numbers[field.name] = _number(f"{type(self).__name__}'s {field.name}", value, B, H)
-        if _is_far(values["offset"]):
-            numbers |= self._limits_at(values["offset"])
-        numbers["offset"] = clip_offset(numbers["offset"])
-        return type(self)(**numbers)
-
-    def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
-        """Limits that, with the clipped offset, equal these limits with ``offset``, which is known when tracing."""
-        return {}
+        placed = self if self.offset is not None else self.with_offset(S - T)
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        numbers = {x: _number(f"{type(self).__name__}'s {x}", getattr(placed, x), B, H) for x in names}
+        offset = as_offset(f"{type(self).__name__}'s offset", placed.offset, numbers["offset"])
+        return type(self)(**numbers | {"offset": offset})
 
     def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
         return at(self, q_positions, kv_positions)
 
     def with_offset(self, offset: Leaf) -> Self:
         return dataclasses.replace(self, offset=offset)  # type: ignore[type-var]
-
-    def position_unit(self) -> int | None:
-        """Subtracting a multiple of it from all positions leaves the mask unchanged; None if no number does."""
-        return 1
-
-    def moved(self, by: int) -> Self:
-        """This mask for positions from which ``by``, a multiple of the unit, was subtracted."""
-        return self
 
     def _bound_offset(self) -> Leaf:
         if self.offset is None:
@@ -125,11 +96,6 @@ def _number(name: str, value: Leaf, B: int, H: int) -> Leaf:
             f"one per batch as x[:, None], one per head as x[None]"
         )
     return value
-
-
-def _is_far(offset: Leaf) -> bool:
-    """Whether `clip_offset` changes an offset that is known without waiting for a device."""
-    return isinstance(offset, (int, np.ndarray, np.generic)) and bool(np.any(excess(offset)))
 
 
 def _pick(value: Leaf, b: Index, h: Index) -> Leaf:
@@ -271,11 +237,6 @@ class SlidingWindow(_Band):
     def _limits(self) -> tuple[Index | None, Index | None]:
         return None if self.right is None else -self.right, self.left
 
-    def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
-        # Only the window's ends count: the query's position minus left, and plus right.
-        beyond, limits = excess(offset), (("left", self.left, 1), ("right", self.right, -1))
-        return {name: window_less(value, sign * beyond) for name, value, sign in limits if value is not None}
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Chunked(_Positional):
@@ -304,21 +265,8 @@ class Chunked(_Positional):
         _check_given("Chunked's size", self.size)
         _check_least("Chunked's size", self.size, 1)
 
-    def position_unit(self) -> int | None:
-        return common_unit(self.size)
-
     def sees_itself(self) -> bool:
         return isinstance(self.offset, int) and self.offset == 0
-
-    def _limits_at(self, offset: Leaf) -> dict[str, Leaf]:
-        # With smaller chunks, no query at a far offset shares a chunk with a key.
-        size = int(np.max(self.size)) if isinstance(self.size, (int, np.ndarray, np.generic)) else 0
-        if size > FAR and np.max(excess(offset)) > 0:
-            raise ValueError(
-                f"Chunked's size={size} and offset={np.max(offset)}: where int32 has no room for the offset and an "
-                f"index, chunks must not exceed {FAR}; count positions from the start of a chunk"
-            )
-        return {}
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         size, offset = _pick(self.size, b, h), _pick(self._bound_offset(), b, h)
@@ -352,12 +300,6 @@ class PrefixLM(_Positional):
 
     def __post_init__(self) -> None:
         _check_given("PrefixLM's length", self.length)
-
-    def position_unit(self) -> int | None:
-        return 1 if isinstance(self.length, int) or is_known(self.length) else None
-
-    def moved(self, by: int) -> Self:
-        return dataclasses.replace(self, length=less(self.length, by))
 
     def bands(self) -> Iterator[tuple[Index, Index]]:
         return self._causal().bands()

@@ -11,7 +11,7 @@ import numpy as np
 from attnops.masks.at import at, take, token_array
 from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid, below_bounds, equal_bounds
-from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, less, numpy_of
+from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, numpy_of
 from attnops.masks.picture import text
 
 if TYPE_CHECKING:
@@ -152,14 +152,6 @@ class Lengths(_Tokens):
 
     def with_offset(self, offset: Leaf) -> Self:
         return self
-
-    def position_unit(self) -> int | None:
-        """Subtracting a multiple of it from all positions leaves the mask unchanged; None if no number does."""
-        return 1 if all(x is None or is_known(x) for x in (self.kv_lengths, self.q_lengths)) else None
-
-    def moved(self, by: int) -> Self:
-        """This mask for positions from which ``by`` was subtracted."""
-        return type(self)(*(None if x is None else less(x, by) for x in (self.kv_lengths, self.q_lengths)))
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         seen = kv < jnp.asarray(self.kv_lengths)[b]

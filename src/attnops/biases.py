@@ -18,6 +18,7 @@ import numpy as np
 from attnops.programs.evaluation import evaluate
 from attnops.programs.functions import INDEX, SCORE, Bound, Opaque, as_data, bind_function, name_of
 from attnops.programs.program import Program
+from attnops.programs.pytree import register
 from attnops.programs.tracing import CALLS
 
 if TYPE_CHECKING:
@@ -39,36 +40,8 @@ _ARGUMENTS: Final = (SCORE, INDEX, INDEX, INDEX, INDEX)
 _FARTHEST_OFFSET: Final = 2**31 - 1 - 2**27
 
 
-def _fields(cls: type[Bias]) -> list[str]:
-    if dataclasses.is_dataclass(cls):
-        return [field.name for field in dataclasses.fields(cls)]
-    return [name for name in cls.__annotations__ if name != "static"]
-
-
-def _flatten_with_keys(bias: Bias) -> tuple[list[tuple[Leaf, Leaf]], tuple[tuple[str, Leaf], ...]]:
-    # The fields are read here: in __init_subclass__ the class is not a dataclass yet.
-    fields = [(name, getattr(bias, name)) for name in _fields(type(bias))]
-    static = [name for name, value in fields if name in bias.static and _is_static(name, value)]
-    leaves = [(jax.tree_util.GetAttrKey(name), value) for name, value in fields if name not in static]
-    return leaves, tuple((name, value) for name, value in fields if name in static)
-
-
-def _is_static(name: str, value: Leaf) -> bool:
-    # An offset is a number or an array, and JAX may put any leaf in its place, such as a `PartitionSpec`.
-    return isinstance(value, int) if name == "offset" else not hasattr(value, "shape")
-
-
-def _unflatten(cls: type[Bias], static: tuple[tuple[str, Leaf], ...], leaves: Leaf) -> Bias:
-    # Without __init__: JAX unflattens with placeholders that no check would accept.
-    bias = object.__new__(cls)
-    fixed, remaining = dict(static), iter(leaves)
-    for name in _fields(cls):
-        object.__setattr__(bias, name, fixed[name] if name in fixed else next(remaining))
-    return bias
-
-
 class Bias(abc.ABC):
-    """A change of the scores before the mask. A pytree: arrays are leaves, and have gradients.
+    """A change of the scores before the mask. A pytree: arrays are leaves, and have gradients; numbers are static.
 
     Query i is at position ``i + offset`` among the keys; ``offset`` is ``S - T`` unless the bias has its own, an int
     or an integer array [], which may be traced.
@@ -76,12 +49,8 @@ class Bias(abc.ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        jax.tree_util.register_pytree_with_keys(
-            cls, _flatten_with_keys, lambda static, leaves: _unflatten(cls, static, leaves)
-        )
+        register(cls)
 
-    # The fields that are not arrays; an offset may be one.
-    static: ClassVar[tuple[str, ...]] = ("offset",)
     # As `attnops.masks.Mask.axes`: letters of "bhts" for the dimensions of each array field; a dot is any other one.
     axes: ClassVar[Mapping[str, str] | None] = None
 
@@ -189,7 +158,6 @@ class RelativePosition(RelativeBias):
     max_distance: int = 128
     offset: Leaf = None
 
-    static: ClassVar[tuple[str, ...]] = ("bidirectional", "max_distance", "offset")
     axes: ClassVar = {"table": ".h"}
 
     def bind(self, B: int, H: int, T: int, S: int) -> Self:
@@ -252,8 +220,6 @@ class ScoreFn(Bias):
     fn: Function
     args: tuple[PyTree, ...] = ()
 
-    static: ClassVar[tuple[str, ...]] = ("fn",)
-
     def bind(self, B: int, H: int, T: int, S: int) -> Bias:  # type: ignore[override]
         """See `Bias.bind`."""
         args = as_data(f"{self!r}'s args", self.args)
@@ -289,8 +255,6 @@ class ScoreProgram(Bias):
     name: str
     program: Program
     data: tuple[Leaf, ...]
-
-    static: ClassVar[tuple[str, ...]] = ("name", "program")
 
     def as_data(self) -> Bias:
         """See `Bias.as_data`."""
@@ -330,8 +294,6 @@ class ShiftedBias(Bias):
     bias: Bias
     b: Index
     h: Index
-
-    static: ClassVar[tuple[str, ...]] = ()
 
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         return self.bias.apply(scores, b + self.b, h + self.h, q, kv)

@@ -26,7 +26,6 @@ def test_doctor_on_a_sound_installation(run: Any, run_json: Any, monkeypatch: py
     assert found["versions"]["attnops"] == attnops.__version__
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert (found["backend"], found["devices"]) == ("cpu", [str(device) for device in jax.devices()])
-    assert found["requirement_checker"] == "packaging.requirements"
     states = {plugin["state"] for plugin in found["installed"] if plugin["distribution"] == "attnops"}
     assert states == {"loaded"}
     monkeypatch.setattr(doctor, "known_problems", lambda versions: [])
@@ -75,15 +74,6 @@ def test_doctor_reports_that_jax_cannot_start(run_json: Any, monkeypatch: pytest
         "JAX can't start: Unable to initialize backend 'cuda'"
     ]
     assert (found["backend"], found["devices"]) == ("", [])
-
-
-def test_doctor_reports_that_requirements_are_not_checked(run_json: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attnops.dispatch.plugins, "requirement_parser", lambda: attnops.dispatch.plugins._Unchecked)
-    found = run_json("doctor", status=1)
-    assert {"what": "requirements of distributions are not checked", "install": "pip install packaging"} in found[
-        "problems"
-    ]
-    assert found["requirement_checker"] == ""
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,13 @@ import threading
 import traceback
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from attnops.errors import pass_interrupt, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from importlib_metadata import EntryPoint
     from importlib_metadata._meta import IDistribution
-    from packaging.requirements import Requirement
 
     from attnops.dispatch.operation import BaseOperation
 
@@ -267,13 +264,13 @@ def _disabled_by(plugin: Plugin) -> str:
 def unmet_requirements(requires: Iterable[str]) -> list[str]:
     """Messages for the requirements, in the syntax of PEP 508, that the installed distributions do not meet."""
     import importlib_metadata
+    from packaging.requirements import InvalidRequirement, Requirement
 
-    parse = requirement_parser()
     unmet = []
     for text in requires:
         try:
-            requirement = parse(text)
-        except ValueError as error:  # packaging's InvalidRequirement
+            requirement = Requirement(text)
+        except InvalidRequirement as error:
             unmet.append(f"requires {text!r}, which is not a valid requirement: {error}")
             continue
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -288,31 +285,3 @@ def unmet_requirements(requires: Iterable[str]) -> list[str]:
         if not requirement.specifier.contains(installed, prereleases=True):
             unmet.append(f"requires {wanted}, but {installed} is installed; pip install '{wanted}'")
     return unmet
-
-
-def requirement_parser() -> Callable[[str], Requirement | _Unchecked]:
-    """The ``Requirement`` class of the library `packaging`, or of pip's copy of it.
-
-    Without either, requirements are treated as met, and `attnops doctor` reports that.
-    """
-    try:
-        from packaging.requirements import Requirement
-    except ImportError:
-        try:
-            from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
-        except ImportError:
-            return _Unchecked
-    return Requirement
-
-
-class _Unchecked:
-    """A requirement that no installed library can parse: it never applies."""
-
-    name = ""
-    specifier: Any = None
-
-    def __init__(self, text: str) -> None:
-        self.marker = self
-
-    def evaluate(self, environment: Mapping[str, str]) -> bool:
-        return False

@@ -15,6 +15,20 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
+def _of_arrays(function: Callable[..., Result], tree: PyTree) -> tuple[Callable[[list[jax.Array]], Result], PyTree]:
+    """``function(*args, **options)`` as a function of the arrays of ``tree``, (args, options); and these arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+    def of_arrays(arrays: list[jax.Array]) -> Result:
+        remaining = iter(arrays)
+        merged = [next(remaining) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
+        args, options = jax.tree.unflatten(structure, merged)
+        return function(*args, **options)
+
+    return of_arrays, [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+
+
 def not_differentiable(function: Callable[..., Result], message: str) -> Callable[..., Result]:
     """``function``, but differentiating it raises `NotDifferentiableError` with ``message``.
 
@@ -22,21 +36,14 @@ def not_differentiable(function: Callable[..., Result], message: str) -> Callabl
     """
 
     def wrapped(*args: PyTree, **options: Any) -> Result:
-        leaves, tree = jax.tree.flatten((args, options))
-        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-
-        @jax.custom_jvp
-        def run(arrays: list[jax.Array]) -> Result:
-            remaining = iter(arrays)
-            merged = [next(remaining) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-            args, options = jax.tree.unflatten(tree, merged)
-            return function(*args, **options)
+        call, arrays = _of_arrays(function, (args, options))
+        run = jax.custom_jvp(call)
 
         @run.defjvp
         def _(primals: PyTree, tangents: PyTree) -> PyTree:
             raise NotDifferentiableError(message)
 
-        result: Result = run([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+        result: Result = run(arrays)
         return result
 
     return wrapped
@@ -58,18 +65,8 @@ def once_differentiable(function: Callable[..., Result], message: str) -> Callab
     """
 
     def wrapped(*args: PyTree, **options: Any) -> Result:
-        leaves, tree = jax.tree.flatten((args, options))
-        is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-
-        def call(arrays: list[jax.Array]) -> Result:
-            remaining = iter(arrays)
-            merged = [next(remaining) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
-            args, options = jax.tree.unflatten(tree, merged)
-            return function(*args, **options)
-
-        @jax.custom_vjp
-        def run(arrays: list[jax.Array]) -> Result:
-            return call(arrays)
+        call, arrays = _of_arrays(function, (args, options))
+        run = jax.custom_vjp(call)
 
         def forward(arrays: list[jax.Array]) -> tuple[Result, PyTree]:
             result: tuple[Result, PyTree] = not_differentiable(lambda x: jax.vjp(call, x), message)(arrays)
@@ -79,6 +76,6 @@ def once_differentiable(function: Callable[..., Result], message: str) -> Callab
             return not_differentiable(lambda pull, given: pull(given), message)(pull_back, cotangents)
 
         run.defvjp(forward, backward)
-        return run([leaf for leaf, array in zip(leaves, is_array, strict=True) if array])
+        return run(arrays)
 
     return wrapped

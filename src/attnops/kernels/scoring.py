@@ -67,8 +67,6 @@ class SpreadArray(Bias):
 
     array: Leaf
 
-    static = ()
-
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `attnops.biases.Bias.apply`."""
         index = (i if size > 1 else 0 for i, size in zip((b, h, q, kv), self.array.shape, strict=True))

@@ -14,7 +14,7 @@ from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.masks.integers import LARGEST, as_limits, is_known, minus, numpy_of
 from attnops.masks.picture import text
 from attnops.masks.positions import _number
-from attnops.masks.pytree import replaced
+from attnops.programs.pytree import replaced
 
 if TYPE_CHECKING:
     from attnops.typing import Array, BoolArray, Index, Leaf

@@ -16,7 +16,7 @@ from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.coverage import Coverage, CoverageBounds, Grid
 from attnops.masks.exact_bounds import tight_bounds
 from attnops.masks.picture import picture, small_picture, text
-from attnops.masks.pytree import equal_leaves, register, replaced
+from attnops.programs.pytree import equal_leaves, register, replaced
 
 if TYPE_CHECKING:
     from attnops.masks.structure import MaskStructure, Split

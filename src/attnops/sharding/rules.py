@@ -132,8 +132,7 @@ class AxisRules:
         corrected, see `correct_spec`.
 
         Args:
-            axes: the semantic axis of each dimension, a `DynamicShardingAxes`, or a class of them such as
-                `attnops.sharding.compat.AttnQSharding`.
+            axes: the semantic axis of each dimension, a `DynamicShardingAxes`, or a class of them.
             shape: the array's shape.
             mesh: the mesh to correct the spec for.
             mode: the runtime mode; None: that of ``axes``, or train if ``axes`` is a sequence.
@@ -153,28 +152,12 @@ class AxisRules:
         return spec if mesh is None or shape is None else correct_spec(spec, shape, mesh)
 
 
+# The field of each semantic axis: that of the constant's name.
 _FIELDS: Final[dict[str, str]] = {
-    semantic.BATCH: "batch",
-    semantic.LENGTH: "length",
-    semantic.QUERY_LENGTH: "query_length",
-    semantic.KV_LENGTH: "kv_length",
-    semantic.HEAD: "head",
-    semantic.KV_HEAD: "kv_head",
-    semantic.HEAD_DIM: "head_dim",
-    semantic.KV_HEAD_DIM: "head_dim",
-    semantic.BIAS_HEAD_SEQ: "bias_head_seq",
-    semantic.BIAS_KV_SEQ: "bias_kv_seq",
-    semantic.EMBED: "embed",
-    semantic.MLP_INTERMEDIATE: "mlp_intermediate",
-    semantic.VOCAB: "vocab",
-    semantic.EXPERT: "expert",
-    semantic.EXPERT_GATE: "expert_gate",
-    semantic.DP: "dp",
-    semantic.FSDP: "fsdp",
-    semantic.TP: "tp",
-    semantic.EP: "ep",
-    semantic.SP: "sp",
-}
+    getattr(semantic, field.name.upper()): field.name
+    for field in dataclasses.fields(AxisRules)
+    if field.name != "decode"
+} | {semantic.KV_HEAD_DIM: "head_dim"}
 
 
 def _checked(name: str, rule: object) -> MeshAxes:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from attnops.masks import And, Causal, KeyPadding, Lengths, Mask
-from attnops.masks.pytree import replaced
+from attnops.programs.pytree import replaced
 from attnops.typing import Leaf
 
 # The least padded S if T ≠ S, where the keys are those of a growing cache.

@@ -168,7 +168,6 @@ class SlotBias(Bias):
     k_positions: jax.Array | Slots
     q_rows: jax.Array | None
 
-    static: ClassVar[tuple[str, ...]] = ()
     axes: ClassVar = {"bias": "bh", "q_positions": "bt", "k_positions": "bs", "q_rows": ""}
     inner_axes: ClassVar = {"bias": "bh"}  # a bias by positions is the same for all tokens
 

@@ -44,8 +44,6 @@ class Report:
         versions: versions by distribution, "python" first.
         backend: JAX's default backend; empty if JAX can't start.
         devices: JAX's devices.
-        requirement_checker: the module that reads requirements; empty if there is none, and requirements are not
-            checked.
         installed: the distributions, each imported.
         kernels: lines that say what serves a long call on this machine, or on the given platform, and how.
         problems: what is wrong.
@@ -55,7 +53,6 @@ class Report:
     versions: dict[str, str]
     backend: str
     devices: list[str]
-    requirement_checker: str
     installed: Installed
     kernels: list[str]
     problems: list[Problem]
@@ -101,10 +98,6 @@ def examine(verbose: bool = False, platform: str | None = None) -> Report:
         backend, devices = jax.default_backend(), jax.devices()
     except RuntimeError as error:
         problems.append(Problem(f"JAX can't start: {error}", "set JAX_PLATFORMS, or install what it names"))
-    checker = plugins.requirement_parser().__module__
-    if checker == plugins.__name__:
-        checker = ""
-        problems.append(Problem("requirements of distributions are not checked", "pip install packaging"))
     installed = find(True, verbose)
     problems += _plugin_problems(installed.plugins)
     problems += [
@@ -118,7 +111,7 @@ def examine(verbose: bool = False, platform: str | None = None) -> Report:
     kernels = _kernels(platforms, installed.plugins)
     names = {plugin.distribution for plugin in installed.plugins}
     suggestions = _suggestions(platforms, 0 if platform else len(devices), names | versions.keys())
-    return Report(versions, backend, [str(d) for d in devices], checker, installed, kernels, problems, suggestions)
+    return Report(versions, backend, [str(d) for d in devices], installed, kernels, problems, suggestions)
 
 
 def _versions() -> dict[str, str]:
@@ -203,7 +196,6 @@ def _print(report: Report, verbose: bool) -> None:
         (
             ("backend", report.backend or "none"),
             ("devices", ", ".join(report.devices) or "none"),
-            ("requirements", f"read by {report.requirement_checker}" if report.requirement_checker else "not checked"),
         ),
     )
     print_text("")

@@ -173,8 +173,6 @@ class IndexedBias(Bias):
     q_index: Array
     kv_index: Array
 
-    static: ClassVar[tuple[str, ...]] = ()
-
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """The scores of query ``q`` and key ``kv``, both counted in their chunks, with the bias."""
         return self.bias.apply(scores, b, h, jnp.asarray(self.q_index)[q], jnp.asarray(self.kv_index)[kv])

@@ -15,8 +15,8 @@ import numpy as np
 from attnops.masks.at import At, take
 from attnops.masks.base import And, Dense, Mask
 from attnops.masks.coverage import CoverageBounds, Grid
-from attnops.masks.pytree import replaced
 from attnops.masks.tokens import Segments
+from attnops.programs.pytree import replaced
 from attnops_caches.masks.slots import NO_QUERY, AtSlots, Held, Slots, mapped
 
 if TYPE_CHECKING:

@@ -1,7 +1,6 @@
 """The names of eformer's ``common_types`` and of EasyDeL's ``flax_modelling_utils``, for models written with them.
 
-Everything else uses `attnops.sharding` itself, which finds these names too: ``attnops.sharding.ColumnWise``. `AxisType`
-here is a mesh axis, several of them, or none; it is not `jax.sharding.AxisType`.
+`AxisType` here is a mesh axis, several of them, or none; it is not `jax.sharding.AxisType`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,17 @@ from typing import Any, Final, TypeAlias
 import jax
 from jax.sharding import Mesh
 
+from attnops.sharding import (
+    GENERATION_MODES,
+    MODE_DECODE,
+    MODE_INSERT,
+    MODE_PREFILL,
+    MODE_TRAIN,
+    RUNTIME_MODE_TYPES,
+    create_stable_sharding,
+    current_mesh,
+    get_names_from_partition_spec,
+)
 from attnops.sharding.axes import (
     BATCH,
     BIAS_HEAD_SEQ,
@@ -39,16 +49,6 @@ from attnops.sharding.axes import (
     DynamicShardingAxes,
     SemanticAxis,
 )
-from attnops.sharding.mesh import current_mesh, get_names_from_partition_spec
-from attnops.sharding.modes import (
-    GENERATION_MODES,
-    MODE_DECODE,
-    MODE_INSERT,
-    MODE_PREFILL,
-    MODE_TRAIN,
-    RUNTIME_MODE_TYPES,
-)
-from attnops.sharding.specs import create_stable_sharding
 
 __all__ = [
     "BATCH", "BIAS_HEAD_SEQ", "BIAS_KV_SEQ", "DEFAULT_MASK_VALUE", "DP", "EMBED", "EMPTY", "EMPTY_VAL", "EP",

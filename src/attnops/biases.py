@@ -41,7 +41,8 @@ _FARTHEST_OFFSET: Final = 2**31 - 1 - 2**27
 
 
 class Bias(abc.ABC):
-    """A change of the scores before the mask. A pytree: arrays are leaves, and have gradients; numbers are static.
+    """A change of the scores before the mask. A pytree: arrays and floats are leaves, and have gradients; a field that
+    holds an int, a text or a function is static.
 
     Query i is at position ``i + offset`` among the keys; ``offset`` is ``S - T`` unless the bias has its own, an int
     or an integer array [], which may be traced.

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Mask(abc.ABC):
     """Which query sees which key, without a T × S array.
 
-    Masks combine with ``&``, ``|`` and ``~``. They are pytrees: a field that holds an array is a leaf, any other field
-    is static, so that a mask can be an argument of `jax.jit` and other transformations. A mask without arrays, or with
-    numpy's only, is known when tracing, and so is the coverage of its tiles.
+    Masks combine with ``&``, ``|`` and ``~``. They are pytrees: a field that holds an int, a text or a function is
+    static, any other is a leaf, so that a mask can be an argument of `jax.jit` and other transformations. A mask
+    without arrays, or with numpy's only, is known when tracing, and so is the coverage of its tiles.
 
     Queries and keys are numbered from 0. For a mask of positions, query i is at position ``i + offset`` among the keys,
     where ``offset`` is ``S - T`` unless the mask has its own, so that the last query is at the last key; `at` gives

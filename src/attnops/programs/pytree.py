@@ -1,4 +1,4 @@
-"""Masks and biases as pytrees: a field that holds a number, a text or a function is static, any other a subtree."""
+"""Masks and biases as pytrees: a field that holds an int, a text or a function is static, any other is a subtree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def equal_leaves(a: Leaf, b: Leaf) -> bool:
 
 
 def _is_static(value: Leaf) -> bool:
-    return isinstance(value, (int, float, str, Program)) or callable(value)
+    return isinstance(value, (int, str, Program)) or callable(value)
 
 
 def _flatten(node: Any) -> tuple[list[tuple[Any, Leaf]], tuple[tuple[str, Leaf], ...]]:

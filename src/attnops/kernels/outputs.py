@@ -21,8 +21,6 @@ def output_like(like: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.Sh
         dtype: the dtype of the output.
     """
     aval: Aval = jax.typeof(like)
-    if not hasattr(aval, "mat"):  # before JAX 0.10
-        return jax.ShapeDtypeStruct(shape, dtype, vma=aval.vma)  # type: ignore[call-arg]
     # Without a mesh `ffi_call` asserts that nothing varies.
     sharding = NamedSharding(aval.sharding.mesh, P()) if aval.mat.varying else None
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=aval.mat, sharding=sharding)

@@ -36,4 +36,5 @@ def _axes(x: Leaf) -> frozenset[str]:
     if not isinstance(x, jax.core.Tracer):
         return frozenset()
     aval: Aval = jax.typeof(x)
-    return aval.vma if hasattr(aval, "vma") else aval.mat.varying  # the latter since JAX 0.10
+    varying: frozenset[str] = aval.mat.varying
+    return varying

@@ -36,7 +36,7 @@ _WORDS: Final = {
     "OperationMetadata(precision=...)": "precision",
     "op(query, cache, query_lengths=...) of a cache; over arrays, mask=attnops.masks.Lengths(lengths)": "query_lengths",
     "op(query, cache, rows=...) of a cache; over arrays, mask=attnops.masks.Segments(ids)": "rows",
-}
+}  # fmt: skip
 _HERE: Final = {word: here for here, words in _WORDS.items() for word in words.split()}
 
 

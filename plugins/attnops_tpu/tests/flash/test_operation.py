@@ -21,6 +21,7 @@ from attnops.biases import ScoreFn
 from attnops.masks import Causal, MaskFn, Segments
 from attnops_testing import attention
 from attnops_testing.features import combine
+from attnops_testing.invariance import Sizes, changed_by_batch
 from attnops_tpu.aot import compile_for
 from attnops_tpu.flash.tile_sizes import MAX_TILES, TABLE, Problem, choose
 from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
@@ -191,3 +192,11 @@ def test_kernels_are_compiled_where_x64_is_on() -> None:
         slope, ids = jax.ShapeDtypeStruct((), jnp.float64), jax.ShapeDtypeStruct((1, 256), jnp.int64)
         compiled = compile_for(jax.grad(loss, (0, 1, 2)), (q, k, slope, ids), "v6e")
     assert [d.dtype.name for d in jax.tree.leaves(compiled.out_info)] == ["bfloat16", "bfloat16", "float64"]
+
+
+@pytest.mark.slow
+def test_a_row_is_the_same_in_any_batch() -> None:
+    """The gradients of query and key depend on a row sum by XLA as well."""
+    operation = make(interpret=True, mode="train")
+    changed = changed_by_batch(operation, Sizes(40, 40, 2, 1, 16), "float32", (2,))
+    assert changed <= {"query", "key"}

@@ -26,6 +26,7 @@ from attnops import (
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, Segments, SlidingWindow
 from attnops_testing import attention
+from attnops_testing.invariance import Sizes, changed_by_batch
 from attnops_triton import versions
 from attnops_triton.flash.plan import head_dim_chunks
 from attnops_triton.flash.tile_sizes import TABLE, choose, known
@@ -212,3 +213,11 @@ def test_on_a_mesh_that_types_name(shape: tuple[int, int]) -> None:
     expected = attention(*qkv, mask=np.tril(np.ones((1, 1, 8, 8), bool))).out
     np.testing.assert_allclose(out, expected, atol=5e-6)
     assert jax.typeof(out).sharding.spec[:3] == ("dp", None, "tp")
+
+
+@pytest.mark.slow
+def test_a_row_is_the_same_in_any_batch() -> None:
+    """The gradients of query and key depend on a row sum by XLA as well."""
+    operation = make(interpret=True, mode="train")
+    changed = changed_by_batch(operation, Sizes(40, 40, 2, 1, 16), "float32", (2,))
+    assert changed <= {"query", "key"}

@@ -14,7 +14,7 @@ X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 
 def axes_of(x):
     aval = jax.typeof(x)
-    return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # the former since JAX 0.10
+    return aval.mat.varying
 
 
 def call(x, outputs):

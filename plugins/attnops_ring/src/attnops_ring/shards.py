@@ -153,7 +153,7 @@ def check_free(sharding: ManualSharding, request: AttentionRequest, operation: O
 def _varying(x: Leaf) -> frozenset[str]:
     """The manual mesh axes over which an array varies."""
     kind: Any = jax.typeof(x)
-    names: frozenset[str] = kind.vma if hasattr(kind, "vma") else kind.mat.varying  # ``mat`` since JAX 0.10
+    names: frozenset[str] = kind.mat.varying
     return names
 
 

@@ -100,6 +100,7 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
     total_out, total_lse, total_residual, total_highest = merge(*partials)
     _same("the merged output", total_out, out)
     _same("the merged logsumexp", total_lse, lse)
+    assert total_highest is not None
     _same("the merged largest scores", total_highest, highest)
     shares = [contribution(partial, total_lse, total_residual) for partial in partials]
     gradients = gradients_of(q, k, v, bias, total_lse, total_residual)

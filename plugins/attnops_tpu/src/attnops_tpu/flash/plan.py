@@ -58,7 +58,7 @@ class FlashPlan:
     @property
     def rows(self) -> int:
         """The numbers per query that the forward pass returns in addition to the output."""
-        return 2 + self.max_logits
+        return 3 if self.max_logits else 2
 
     @property
     def G(self) -> int:

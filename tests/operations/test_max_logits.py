@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -56,9 +57,8 @@ def largest(operation: Any, q: Any, scale: float = 1.0) -> tuple[Any, Any]:
 
 def layers(operation: Any, q: Any) -> Any:
     """A loop over layers, each checkpointed, in which the largest score is a factor that counts as a constant."""
-    policy = get_gradient_checkpoint_policy("save_attention")
 
-    @jax.checkpoint(policy=policy)
+    @functools.partial(jax.checkpoint, policy=get_gradient_checkpoint_policy("save_attention"))
     def layer(q: Any, scale: Any) -> tuple[Any, Any]:
         out, highest = largest(operation, q, scale)
         return q + out / highest.max(), highest

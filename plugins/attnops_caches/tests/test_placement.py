@@ -291,7 +291,7 @@ def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:
     np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
     np.testing.assert_allclose(found.logsumexp, wanted.logsumexp, atol=5e-6)
     np.testing.assert_allclose(found.max_logits, wanted.max_logits, atol=5e-6)
-    assert exchanges == ["all-reduce"] * 3
+    assert exchanges == ["all-reduce", "all-reduce"]
 
 
 @pytest.mark.parametrize(

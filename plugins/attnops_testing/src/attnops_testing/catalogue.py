@@ -174,12 +174,12 @@ CASES = {
     "ScoreFn": CompileCase(bias=lambda *x: ScoreFn(pattern, x), learnt=(floats(8), floats(2048))),
     "soft cap": CompileCase(cap=50.0, mask=Causal),
     "sinks": CompileCase(sinks=True, mask=Causal),
-    "sinks, max logits": CompileCase(sinks=True, mask=Causal, max_logits=True),
     "dropout": CompileCase(dropout=0.1, mask=Causal),
     "everything": CompileCase(
         T=1500, K=2, D=80, Dv=96, mask=causal_segments, traced=(ids(1500),), bias=ALiBi, learnt=(floats(8),),
         sinks=True, dropout=0.1, cap=30.0,
     ),
+    "sinks, max logits": CompileCase(sinks=True, mask=Causal, max_logits=True),
 }  # fmt: skip
 
 # Cases for which most kernels have separate code; the other cases share most of their code with these.

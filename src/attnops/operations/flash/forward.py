@@ -139,7 +139,8 @@ def forward(
         acc, m, l = for_active_tiles(schedule, plan.map_index(group), q_tile, step, start)
         m = score_unit * m
         out, *found = finish(m, l, acc, None if sinks is None else sinks[group])
-        found += [largest(m, l)] * plan.max_logits
+        if plan.max_logits:
+            found.append(largest(m, l))
         return (
             store(plan, state[0], group, q_tile, plan.bq, out, out_dtype),
             *(store_rows(plan, x, group, q_tile, new) for x, new in zip(state[1:], found, strict=True)),

@@ -86,6 +86,7 @@ def attend(plan: NativePlan, query: jax.Array, store: Store, arrays: NativeArray
     acc = plan.product(weights, v, 2, 1)  # [B · K, R, Dv]
     sinks = None if arrays.sinks is None else jnp.tile(jnp.repeat(arrays.sinks.reshape(K, G), T, axis=1), (B, 1))
     out, *rows = finish(m, l, acc, sinks)
-    rows += [largest(m, l)] * plan.max_logits
+    if plan.max_logits:
+        rows.append(largest(m, l))
     out = out.reshape(B, K, G, T, plan.Dv).transpose(0, 3, 1, 2, 4).reshape(B, T, H, plan.Dv)
     return out.astype(query.dtype), *(x.reshape(B, H, T) for x in rows)

@@ -48,6 +48,8 @@ def test_what_is_asked_for_besides_the_output_is_returned_with_it():
     out = jax.eval_shape(lambda: attnops.attention(QUERY, KEY, VALUE, return_lse=True))
     assert out.logsumexp.shape == (B, H, T)
     assert out.attention_outputs.shape == (B, T, H, D)
+    largest = jax.eval_shape(lambda: attnops.attention(QUERY, KEY, VALUE, return_max_logits=True))
+    assert (largest.max_logits.shape, largest.logsumexp) == ((B, H, T), None)
     weights = jax.eval_shape(lambda: attnops.attention(QUERY, KEY, VALUE, operation="vanilla", return_weights=True))
     assert weights.attention_weights.shape == (B, H, T, S)
     heads_first = OperationMetadata(layout="BHTD")

@@ -27,6 +27,7 @@ def attention(
     *,
     return_lse: Literal[False] = False,
     return_weights: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     **options: Any,
 ) -> jax.Array: ...
 
@@ -39,6 +40,7 @@ def attention(
     *,
     return_lse: bool = False,
     return_weights: bool = False,
+    return_max_logits: bool = False,
     **options: Any,
 ) -> OperationOutput: ...
 
@@ -60,6 +62,7 @@ def attention(
     mode: str | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
+    return_max_logits: bool = False,
     operation: str = "auto",
     metadata: OperationMetadata | None = None,
     **options: Any,
@@ -94,14 +97,15 @@ def attention(
         mode: "train", "prefill", "decode" or "insert". None: the metadata's, else decode for one query, else train.
         return_lse: whether to return an `OperationOutput` with ``logsumexp``, float32 [B, H, T].
         return_weights: whether to return an `OperationOutput` with ``attention_weights``, [B, H, T, S].
+        return_max_logits: whether to return an `OperationOutput` with ``max_logits``, [B, H, T] float32.
         operation: the operation's name; ``"auto"`` is the fastest that serves the call.
         metadata: further settings, such as platform, mesh and layout.
         **options: options that only some implementations, or the source, have; ``cu_seqlens``, or ``cu_seqlens_q`` and
             ``cu_seqlens_k``, of the layout "THD".
 
     Returns:
-        [B, T, H, Dv], or [B, H, T, Dv] with ``layout="BHTD"``; an `OperationOutput` with ``return_lse`` or
-        ``return_weights``.
+        [B, T, H, Dv], or [B, H, T, Dv] with ``layout="BHTD"``; an `OperationOutput` with ``return_lse``,
+        ``return_weights`` or ``return_max_logits``.
 
     Raises:
         ValueError, TypeError, UnsupportedError: see `OperationImpl.__call__`.
@@ -123,9 +127,10 @@ def attention(
         mode=mode,
         return_lse=return_lse,
         return_weights=return_weights,
+        return_max_logits=return_max_logits,
         **options,
     )
-    return out if return_lse or return_weights else out.attention_outputs
+    return out if return_lse or return_weights or return_max_logits else out.attention_outputs
 
 
 def _mask(causal: bool, window: object, mask: ArrayLike | Mask | None) -> ArrayLike | Mask | None:

@@ -6,13 +6,18 @@ import base64
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.exported import serialised
+
+# The fields that a call has only if it asks for them, by option.
+OPTIONAL_FIELDS: Final = {
+    "return_weights": "attention_weights", "return_lse": "logsumexp", "return_max_logits": "max_logits"
+}  # fmt: skip
 
 
 @serialised()
@@ -28,11 +33,15 @@ class OperationOutput:
             and dropout. None unless asked for with ``return_weights=True``.
         logsumexp: [B, H, T] float32, the natural logarithm of the softmax's denominator, including sinks, before
             dropout; −inf for a fully masked row. None unless asked for with ``return_lse=True``.
+        max_logits: [B, H, T] float32, the largest score that each query sees, with scale, soft cap and bias, without
+            sinks; −inf for a fully masked row, NaN where a score is NaN or +inf. It has no gradient. None unless asked
+            for with ``return_max_logits=True``.
     """
 
     attention_outputs: jax.Array
     attention_weights: jax.Array | None = None
     logsumexp: jax.Array | None = None
+    max_logits: jax.Array | None = None
 
     def replace(self, **changes: Any) -> OperationOutput:
         """A copy with some fields changed."""

@@ -37,11 +37,14 @@ class PartialSoftmax(NamedTuple):
         out: the output, float32 [B, T, H, Dv]; 0 for a fully masked row.
         lse: the logsumexp of the scores, natural logarithm, float32 [B, H, T]; −inf for a fully masked row.
         lse_residual: the rounding error of ``lse``, to be added to it, float32 [B, H, T]; it has no gradient.
+        max_logits: the largest score, float32 [B, H, T], −inf for a fully masked row; it has no gradient. None unless
+            asked for.
     """
 
     out: jax.Array
     lse: jax.Array
     lse_residual: jax.Array
+    max_logits: jax.Array | None = None
 
 
 class Contribution(NamedTuple):
@@ -56,17 +59,19 @@ class Contribution(NamedTuple):
     weight: jax.Array
 
 
-def identity(query: jax.Array, value: jax.Array) -> PartialSoftmax:
+def identity(query: jax.Array, value: jax.Array, max_logits: bool = False) -> PartialSoftmax:
     """The partial softmax over no keys, the identity of `merge`.
 
     Args:
         query: [B, T, H, D].
         value: [B, S, K, Dv].
+        max_logits: whether it has the largest score.
     """
     B, T, H, _ = query.shape
     out = jnp.zeros_like(query, shape=(B, T, H, value.shape[3]), dtype=jnp.float32)
     zeros = jnp.zeros_like(query, shape=(B, H, T), dtype=jnp.float32)
-    return PartialSoftmax(out, zeros - jnp.inf, zeros)
+    lowest = zeros - jnp.inf
+    return PartialSoftmax(out, lowest, zeros, lowest if max_logits else None)
 
 
 def merge(*parts: PartialSoftmax) -> PartialSoftmax:
@@ -77,13 +82,16 @@ def merge(*parts: PartialSoftmax) -> PartialSoftmax:
     seen = l != 0  # NaN too
     scale = jnp.where(seen, 1 / jnp.where(seen, l, 1.0), 0.0)
     outs = [part.out * (x * scale).swapaxes(1, 2)[..., None] for part, x in zip(parts, sums, strict=True)]
-    return PartialSoftmax(functools.reduce(jnp.add, outs), *log_sum(m, l))
+    highest = [part.max_logits for part in parts if part.max_logits is not None]
+    max_logits = functools.reduce(jnp.maximum, highest) if len(highest) == len(parts) else None
+    return PartialSoftmax(functools.reduce(jnp.add, outs), *log_sum(m, l), max_logits)
 
 
 def with_sinks(part: PartialSoftmax, sinks: jax.Array) -> PartialSoftmax:
     """``part`` with one more logit per head, ``sinks`` [H], whose value is 0; fully masked rows are unchanged."""
     sink = jnp.where(part.lse > -jnp.inf, sinks.astype(jnp.float32)[None, :, None], -jnp.inf)
-    return merge(part, PartialSoftmax(jnp.zeros_like(part.out), sink, jnp.zeros_like(sink)))
+    of_sinks = PartialSoftmax(jnp.zeros_like(part.out), sink, jnp.zeros_like(sink))
+    return merge(part, of_sinks)._replace(max_logits=part.max_logits)
 
 
 def contribution(part: PartialSoftmax, lse: jax.Array, lse_residual: jax.Array) -> Contribution:

@@ -214,14 +214,14 @@ def test_the_function_of_all_operations_has_documents():
     assert many.shape == (2, 12, H, D)
 
 
-def test_shapes_of_logsumexp_and_weights():
+def test_shapes_of_logsumexp_weights_and_largest_scores():
     out = jax.eval_shape(
         lambda *qkv: OperationRegistry.create("vanilla", THD)(
-            *qkv, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, return_lse=True, return_weights=True
+            *qkv, cu_seqlens_q=CU_Q, cu_seqlens_k=CU_K, return_lse=True, return_weights=True, return_max_logits=True
         ),
         *arrays(),
     )
-    assert out.logsumexp.shape == (H, T)
+    assert out.logsumexp.shape == out.max_logits.shape == (H, T)
     assert out.attention_weights.shape == (H, T, S)
 
 

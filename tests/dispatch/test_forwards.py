@@ -14,7 +14,10 @@ import typing_extensions
 from attnops import AttentionOptions, FlashOptions, OperationMetadata, OperationRegistry, ScoreOptions, forward_for
 from attnops.dispatch.forwards import keyword_options
 
-CONTRACT = {"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key", "return_lse", "return_weights"}
+CONTRACT = {
+    "mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key", "return_lse", "return_weights",
+    "return_max_logits",
+}  # fmt: skip
 
 
 class Own(ScoreOptions, total=False):
@@ -68,7 +71,7 @@ class Methods:
         (one_by_one, {"key", "mask"}),
         (kwargs, set()),
         (unpacked, CONTRACT - {"return_weights"}),
-        (both, CONTRACT - {"return_weights", "return_lse", "dropout_key"} | {"mode", "order"}),
+        (both, {x for x in CONTRACT if not x.startswith("return_")} - {"dropout_key"} | {"mode", "order"}),
         (evaluated, CONTRACT),
         (generic, {"mask", "order"}),
         (extended, {"order"}),

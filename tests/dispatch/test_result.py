@@ -18,12 +18,14 @@ B, T, S, H, D, Dv = 2, 4, 6, 2, 8, 3
 QUERY = jnp.ones((B, T, H, D))
 KEY, VALUE = jnp.ones((B, S, H, D)), jnp.ones((B, S, H, Dv))
 OUT, LSE, WEIGHTS = jnp.zeros((B, T, H, Dv)), jnp.zeros((B, H, T)), jnp.zeros((B, H, T, S))
+ASKED = {"return_lse": True, "return_weights": True, "return_max_logits": True}
 
 
 def returning(result: Any, metadata: OperationMetadata | None = None) -> VanillaAttention:
     def forward_native(
-        self: Any, query: Any, key: Any, value: Any, *, return_lse: bool = False, return_weights: bool = False
-    ) -> Any:
+        self: Any, query: Any, key: Any, value: Any, *, return_lse: bool = False, return_weights: bool = False,
+        return_max_logits: bool = False,
+    ) -> Any:  # fmt: skip
         return result
 
     return type("Kernel", (VanillaAttention,), {"forward_native": forward_native})(metadata)
@@ -41,6 +43,8 @@ WRONG = [
     (OperationOutput(OUT, WEIGHTS.swapaxes(2, 3), LSE), "attention_weights of shape (2, 2, 6, 4), but must return [B,"),
     (OperationOutput(OUT, WEIGHTS > 0, LSE), "attention_weights of dtype bool, but must return float32: the query's"),
     (OperationOutput(OUT, WEIGHTS.astype(jnp.bfloat16), LSE), "attention_weights of dtype bfloat16, but must return f"),
+    (OperationOutput(OUT, WEIGHTS, LSE, LSE[..., 0]), "max_logits of shape (2, 2), but must return [B, H, T]=(2, 2,"),
+    (OperationOutput(OUT, WEIGHTS, LSE, LSE.astype(jnp.bfloat16)), "max_logits of dtype bfloat16, but must return flo"),
     (OUT, "a ArrayImpl, but must return OperationOutput"),
 ]  # fmt: skip
 
@@ -48,14 +52,15 @@ WRONG = [
 @pytest.mark.parametrize(("result", "text"), WRONG)
 def test_another_shape_or_dtype_is_refused(result: Any, text: str) -> None:
     with pytest.raises(TypeError, match=re.escape(f"Kernel returned {text}")):
-        returning(result)(QUERY, KEY, VALUE, return_lse=True, return_weights=True)
+        returning(result)(QUERY, KEY, VALUE, **ASKED)
 
 
 def test_what_is_right_passes() -> None:
-    found = returning(OperationOutput(OUT, WEIGHTS, LSE))(QUERY, KEY, VALUE, return_lse=True, return_weights=True)
+    found = returning(OperationOutput(OUT, WEIGHTS, LSE, LSE))(QUERY, KEY, VALUE, **ASKED)
     assert (found.attention_outputs.shape, found.attention_weights.shape) == (OUT.shape, WEIGHTS.shape)
     # A host's array is one too; what was not asked for is dropped unseen.
-    assert returning(OperationOutput(np.asarray(OUT), None, LSE[0]))(QUERY, KEY, VALUE).logsumexp is None
+    unasked = returning(OperationOutput(np.asarray(OUT), None, LSE[0], LSE[0]))(QUERY, KEY, VALUE)
+    assert (unasked.logsumexp, unasked.max_logits) == (None, None)
 
 
 def test_runtime_dtype_is_the_querys_dtype() -> None:

@@ -21,7 +21,8 @@ def somebodys_kernel(q, k, v, q_ids, kv_ids, low, high):
         seen = seen & (q_ids[:, None, :, None] == kv_ids[:, None, None, :])
     scores = jnp.where(seen, scores, -1e30)
     weights = jax.nn.softmax(scores, axis=-1)
-    return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest"), jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest")
+    return out, jax.nn.logsumexp(scores, axis=-1), jax.lax.stop_gradient(scores.max(-1))
 
 
 class Wrapped(OperationImpl):
@@ -31,7 +32,7 @@ class Wrapped(OperationImpl):
     def get_impl_name(cls):
         return "wrapped"
 
-    def forward_native(self, query, key, value, *, mask=None, return_lse=False):
+    def forward_native(self, query, key, value, *, mask=None, return_lse=False, return_max_logits=False):
         T, S, group = query.shape[1], key.shape[1], query.shape[2] // key.shape[2]
         low = high = segments = None
         if mask is not None:
@@ -46,8 +47,8 @@ class Wrapped(OperationImpl):
         k, v = (jnp.repeat(x, group, axis=2) for x in (padded.key, padded.value))
         ids = (None, None) if padded.segments is None else (padded.segments.q_ids, padded.segments.kv_ids)
         run = once_differentiable(somebodys_kernel, "the wrapped kernel has no second derivative")
-        out, lse = run(padded.query, k, v, *ids, low, high)
-        output = unpad(OperationOutput(out.astype(query.dtype), logsumexp=lse), T)
+        out, lse, highest = run(padded.query, k, v, *ids, low, high)
+        output = unpad(OperationOutput(out.astype(query.dtype), logsumexp=lse, max_logits=highest), T)
         return repair_empty_rows(output, mask, S)
 
     def unsupported(self, request):
@@ -59,11 +60,11 @@ SUBJECT = Subject(operation=Wrapped)
 
 @pytest.mark.parametrize(
     "names",
-    [("GQA", "odd lengths"), ("T < S", "Causal", "logsumexp"), ("SlidingWindow", "T > S"), ("GQA", "Segments"),
-     ("KeyPadding",)],
+    [("GQA", "odd lengths"), ("T < S", "Causal", "logsumexp"), ("SlidingWindow", "T > S", "max logits"),
+     ("GQA", "Segments"), ("KeyPadding",)],
     ids="+".join,
 )  # fmt: skip
-@pytest.mark.tier(quick=["T < S+Causal+logsumexp", "SlidingWindow+T > S"])
+@pytest.mark.tier(quick=["T < S+Causal+logsumexp", "SlidingWindow+T > S+max logits"])
 def test_a_plain_kernel_with_the_kit_keeps_the_contract(names):
     outcome = SUBJECT.check(names)
     assert outcome.status is Status.RIGHT, outcome.detail
@@ -78,7 +79,7 @@ def test_hidden_tokens_may_hold_nan_and_empty_rows_are_zero():
 
     def attend(q, k, v, repair=True):
         arrays = zero_unseen(q, k, v, mask) if repair else (q, k, v)
-        out, lse = somebodys_kernel(*arrays, None, None, *mask.split().band.limits)
+        out, lse, _ = somebodys_kernel(*arrays, None, None, *mask.split().band.limits)
         return repair_empty_rows(OperationOutput(out, logsumexp=lse), mask, 16)
 
     def both(v):

@@ -32,7 +32,7 @@ class TestScaledDotProduct(OperationConformance):
     strict, limit = True, 1200
     refuses = frozenset(
         {"mixed dtypes", "D ≠ Dv", "head dims 576/512", "ALiBi", "RelativePosition", "ScoreFn", "soft cap", "sinks",
-         "dropout", "logsumexp", "weights", "latent"}
+         "dropout", "logsumexp", "weights", "max logits", "latent"}
     )  # fmt: skip
     slow = frozenset({"test_caches"})  # through read(), as vanilla's
     exhaustive = frozenset({"test_all_pairs"})

@@ -160,17 +160,21 @@ def test_masks_biases_and_sinks_with_types(shape: tuple[int, ...], names: tuple[
 
     @jax.jit
     def run(qkv: Any, options: Any) -> Any:
-        return operation(*qkv, **options, return_lse=True, return_weights=True)
+        return operation(*qkv, **options, return_lse=True, return_weights=True, return_max_logits=True)
 
     found = run(placed(mesh, None), options)
     seen = CAUSAL & (ids[:, None, :, None] == ids[:, None, None, :])
     expected = attention(*QKV, mask=seen, bias=bias.astype(np.float32), sinks=sinks.astype(np.float32))
     close(
-        (found.attention_outputs, found.attention_weights, found.logsumexp),
-        (expected.out, expected.weights, expected.logsumexp),
+        (found.attention_outputs, found.attention_weights, found.logsumexp, found.max_logits),
+        (expected.out, expected.weights, expected.logsumexp, expected.max_logits),
     )
-    for name, spec in (("output", "attention_outputs"), ("weights", "attention_weights"), ("logsumexp", "logsumexp")):
-        assert jax.typeof(getattr(found, spec)).sharding.spec == getattr(specs, name)
+    fields = {
+        "attention_outputs": "output", "attention_weights": "weights", "logsumexp": "logsumexp",
+        "max_logits": "logsumexp",
+    }  # fmt: skip
+    for field, name in fields.items():
+        assert jax.typeof(getattr(found, field)).sharding.spec == getattr(specs, name)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ class Reference(OperationImpl):
         dropout_key=None,
         return_lse=False,
         return_weights=False,
+        return_max_logits=False,
     ):
         (B, T, H, D), S = query.shape, key.shape[1]
         allowed = None if mask is None else jnp.broadcast_to(self.allowed(mask, B, H, T, S), (B, H, T, S))
@@ -63,6 +64,7 @@ class Reference(OperationImpl):
             self.finish_output(out).astype(dtype),
             weights.astype(dtype) if return_weights else None,
             self.finish_logsumexp(logsumexp)[..., 0] if return_lse else None,
+            self.max_logits(scores, sink)[..., 0] if return_max_logits else None,
         )
 
     hidden_score = -jnp.inf
@@ -105,6 +107,11 @@ class Reference(OperationImpl):
 
     def highest(self, scores):
         return scores.max(-1, keepdims=True)
+
+    def max_logits(self, scores, sink):
+        """[B, H, T, 1]."""
+        highest = jax.lax.stop_gradient(scores).max(-1, keepdims=True)
+        return jnp.where(highest < jnp.inf, highest, jnp.nan)
 
     def keep(self, shape, key):
         b, h, i, j = jnp.ogrid[tuple(slice(n) for n in shape)]

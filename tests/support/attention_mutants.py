@@ -351,6 +351,38 @@ class GradientOfLogsumexpDropped(Reference):
         return jax.lax.stop_gradient(logsumexp)
 
 
+class MaxLogitsOfSinksToo(Reference):
+    """The running maximum of a kernel that begins with the sink."""
+
+    found_by = "sinks + max logits"
+
+    def max_logits(self, scores, sink):
+        return jnp.maximum(super().max_logits(scores, sink), sink)
+
+
+class MaxLogitsOfFullyMaskedRowsAreFinite(Reference):
+    """The maximum that keeps exponents finite."""
+
+    found_by = "fully masked tiles + max logits"
+
+    def max_logits(self, scores, sink):
+        return jnp.maximum(super().max_logits(scores, sink), jnp.finfo(scores.dtype).min)
+
+
+class MaxLogitsInTheQuerysDtype(Reference):
+    found_by = "bfloat16 + max logits"
+
+    def max_logits(self, scores, sink):
+        return super().max_logits(scores, sink).astype(jnp.bfloat16).astype(jnp.float32)
+
+
+class MaxLogitsHaveAGradient(Reference):
+    found_by = "max logits"
+
+    def max_logits(self, scores, sink):
+        return scores.max(-1, keepdims=True)
+
+
 class GradientZero(Reference):
     found_by = "float32"
 

@@ -217,9 +217,12 @@ def test_a_context_that_is_cut_is_merged_in_one_exchange(
     allowed[1] = False  # rows that see nothing on any device
     placed, single = pair("dense", mesh, codec=codec)
     query = array(B, T, H, D)
-    results = [operation(name)(query, cache, mask=allowed, return_lse=True) for cache in (placed, single)]
+    asked = {"return_lse": True, "return_max_logits": True}
+    results = [operation(name)(query, cache, mask=allowed, **asked) for cache in (placed, single)]
     np.testing.assert_allclose(results[0].attention_outputs, results[1].attention_outputs, atol=5e-6)
     np.testing.assert_allclose(results[0].logsumexp, results[1].logsumexp, atol=5e-6)
+    np.testing.assert_allclose(results[0].max_logits, results[1].max_logits, atol=5e-6)
+    assert np.isneginf(results[0].max_logits[1]).all()
     assert not np.asarray(results[0].attention_outputs)[1].any()
 
 
@@ -279,7 +282,7 @@ def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:
     q, k, v, sinks = array(1, 20, H, D), array(1, 20, K, D), array(1, 20, K, D), array(H)
 
     def step(cache: Any, *tokens: Any) -> Any:
-        options = {"mask": Causal(), "sinks": sinks, "return_lse": True}
+        options = {"mask": Causal(), "sinks": sinks, "return_lse": True, "return_max_logits": True}
         return operation("attnops:flash").step(*tokens, cache, **options)[0]
 
     placed = sharded(lambda: DenseCache.create(**sizes), mesh)
@@ -287,6 +290,7 @@ def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:
     wanted = jax.jit(step)(DenseCache.create(**sizes), q, k, v)
     np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
     np.testing.assert_allclose(found.logsumexp, wanted.logsumexp, atol=5e-6)
+    np.testing.assert_allclose(found.max_logits, wanted.max_logits, atol=5e-6)
     assert exchanges == ["all-reduce", "all-reduce"]
 
 
@@ -385,12 +389,14 @@ def test_packed_rows_are_merged_over_the_shards_of_rows(storage: str, kind: Axis
     tokens = array(1, 7, H, D), array(1, 7, K, D), array(1, 7, K, D)
     rows = Rows([0, 3, 4, 6], [2, 0, 3])  # the last query is padding
     options = {"mask": Causal(), "rows": rows, "sinks": array(H), "return_lse": True, "bias": array(B, H, 7, 1)}
+    options["return_max_logits"] = True
     # Of explicit axes JAX asks for the mesh where arrays are indexed.
     with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
         found, placed = operation("attnops:flash").step(*tokens, caches[0], **options)
     wanted, single = operation("attnops:flash").step(*tokens, caches[1], **options)
     np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
     np.testing.assert_allclose(found.logsumexp, wanted.logsumexp, atol=5e-6)
+    np.testing.assert_allclose(found.max_logits, wanted.max_logits, atol=5e-6)
     equal(placed, single)
 
 

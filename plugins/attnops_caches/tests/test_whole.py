@@ -52,8 +52,10 @@ SPECS = [
         (None, 1), ("Causal", 4), ("SlidingWindow", 1), ("window per batch", 3), ("window per head", 3),
         ("Segments", 4), ("Dense", 4), ("MaskFn", 3), ("~mask", 1), ("Ancestors", 4),
     )),
-    CacheSpec(T=2, kv_heads=1, sinks=True, logits_soft_cap=2.0, softmax_scale=-0.7, mask="Causal"),
-    CacheSpec(T=4, kv_heads=2, rows="ragged", starts=True, mask="Causal", sinks=True, return_lse=True),
+    CacheSpec(T=2, kv_heads=1, sinks=True, logits_soft_cap=2.0, softmax_scale=-0.7, mask="Causal",
+              return_max_logits=True),
+    CacheSpec(T=4, kv_heads=2, rows="ragged", starts=True, mask="Causal", sinks=True, return_lse=True,
+              return_max_logits=True),
     CacheSpec(T=3, content="Dv", mask="KeyPadding", logits_soft_cap=3.0),
     CacheSpec(storage="ring", T=4, mask="Causal"),
 ]  # fmt: skip

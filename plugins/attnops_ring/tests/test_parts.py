@@ -238,13 +238,13 @@ def test_queries_that_all_devices_have_see_the_keys_of_all() -> None:
 
     def local(q: Any, k: Any, v: Any, is_token: Any) -> Any:
         mask = SlidingWindow(11, 0) & KeyPadding(is_token)
-        return ring(q, k, v, mask=mask, order="zigzag", return_lse=True).to_dict()
+        return ring(q, k, v, mask=mask, order="zigzag", return_lse=True, return_max_logits=True).to_dict()
 
     cut, mesh = P(None, "sp"), mesh_of(4, names=("sp",))
     laid = [reorder(x, 4, "zigzag") for x in (k, v, is_token)]
     found = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P(), cut, cut, cut), out_specs=P()))(q, *laid)
     mask = SlidingWindow(11, 0) & KeyPadding(is_token)
-    same(found, vanilla_of()(q, k, v, mask=mask, return_lse=True).to_dict())
+    same(found, vanilla_of()(q, k, v, mask=mask, return_lse=True, return_max_logits=True).to_dict())
 
 
 def run_in_map(ring: Any, x: jax.Array, cut: Any = CUT_BY_LENGTH, names: Any = ("sp",), **options: Any) -> Any:

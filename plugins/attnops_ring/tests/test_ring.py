@@ -164,12 +164,14 @@ def test_queries_over_keys_that_devices_share(T: int, order: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, n, h, 16)), jnp.float32) for n, h in ((T, 4), (40, 2), (40, 2)))
     mask = SlidingWindow(30, 0)
-    expected = OperationRegistry.create("attnops:vanilla")(q, k, v, mask=mask, sinks=jnp.ones(4), return_lse=True)
+    asked = {"sinks": jnp.ones(4), "return_lse": True, "return_max_logits": True}
+    expected = OperationRegistry.create("attnops:vanilla")(q, k, v, mask=mask, **asked)
     mesh = create_mesh((2, 4), ("dp", "sp"), devices=jax.devices())
     metadata = OperationMetadata(mesh=mesh, axis_rules=AxisRules(query_length=None))
     found = OperationRegistry.create("ring", metadata)(
-        q, reorder(k, 4, order), reorder(v, 4, order), mask=mask, sinks=jnp.ones(4), return_lse=True, order=order
+        q, reorder(k, 4, order), reorder(v, 4, order), mask=mask, order=order, **asked
     )  # fmt: skip
+    np.testing.assert_allclose(found.max_logits, expected.max_logits, atol=2e-6)
     np.testing.assert_allclose(found.attention_outputs, expected.attention_outputs, atol=2e-6)
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=2e-6)
 
@@ -353,13 +355,13 @@ def test_masks_of_mapped_arrays_give_the_values_of_vanilla(strategy: str) -> Non
 def test_lengths_that_do_not_divide_on_explicit_axes() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 15, 2, 8)), jnp.float32) for _ in range(3))
-    expected = OperationRegistry.create("attnops:vanilla")(q, k, v, mask=Causal(), return_lse=True)
+    asked = {"return_lse": True, "return_max_logits": True}
+    expected = OperationRegistry.create("attnops:vanilla")(q, k, v, mask=Causal(), **asked)
     mesh = jax.make_mesh((2, 4), ("dp", "sp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         ring: Any = OperationRegistry.create("ring")
-        for run in (ring, jax.jit(lambda *qkv, **options: ring(*qkv, **options), static_argnames="return_lse")):
-            found = run(q, k, v, mask=Causal(), return_lse=True)
-            same((found.attention_outputs, found.logsumexp), (expected.attention_outputs, expected.logsumexp))
+        for run in (ring, jax.jit(lambda *qkv, **options: ring(*qkv, **options), static_argnames=tuple(asked))):
+            same(run(q, k, v, mask=Causal(), **asked).to_dict(), expected.to_dict())
 
 
 @pytest.mark.slow

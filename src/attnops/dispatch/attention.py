@@ -24,7 +24,7 @@ from attnops.dispatch.source import Source, SourceType, bound, stepped
 from attnops.errors import Reason
 from attnops.models.heads import repeat_kv_heads
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
-from attnops.output import OperationOutput
+from attnops.output import OPTIONAL_FIELDS, OperationOutput
 from attnops.partition.boundary import find_boundary
 from attnops.partition.options import CONTRACT
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
@@ -85,6 +85,7 @@ class OperationImpl(PartialAttention):
         mode: str | None = None,
         return_lse: bool = False,
         return_weights: bool = False,
+        return_max_logits: bool = False,
         cu_seqlens: ArrayLike | None = None,
         cu_seqlens_q: ArrayLike | None = None,
         cu_seqlens_k: ArrayLike | None = None,
@@ -106,7 +107,7 @@ class OperationImpl(PartialAttention):
                 `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
             bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
                 `attnops.biases.Bias`. Finite or −inf; +inf or NaN at an allowed key makes only its own row NaN
-                (output, logsumexp and weights); gradients of that row, and of the keys and values, are NaN.
+                (output and all that is asked for); gradients of that row, and of the keys and values, are NaN.
             softmax_scale: a finite number. None: the metadata's, else ``D ** -0.5``.
             logits_soft_cap: a positive number. None: the metadata's, else no cap.
             sinks: [H] or [H, n], one learnable logit per head or n, whose exponentials are added to the softmax's
@@ -118,13 +119,16 @@ class OperationImpl(PartialAttention):
                 else decode for one query, else prefill.
             return_lse: whether the output has ``logsumexp``.
             return_weights: whether the output has ``attention_weights``, in the query's dtype; O(B · H · T · S) memory.
+            return_max_logits: whether the output has ``max_logits``, the largest score that each query sees, float32
+                [B, H, T]; −inf where it sees none. Sinks and dropout don't change it. It has no gradient: it counts as
+                a constant, as by `jax.lax.stop_gradient`.
             cu_seqlens: for ``metadata.layout="THD"``, where query, key, value and output have no batch, [total, heads,
-                head_dim], logsumexp is [H, T] and weights are [H, T, S]: the cumulative lengths of the documents in
-                them, integers [documents + 1], [0, n₁, n₁ + n₂, …]. Tokens from the last number on are padding: output
-                0, logsumexp −inf, gradients 0. Tokens see their own document alone, and masks and biases by
-                positions are evaluated in each: `Causal` is aligned at its end. Those with positions of their own, and
-                arrays (masks, ids and biases, as for B = 1), are by token. Numbers that are known must rise from 0;
-                a traced one that is below an earlier one counts as that, so that its document is empty.
+                head_dim], logsumexp and max_logits are [H, T] and weights are [H, T, S]: the cumulative lengths of the
+                documents in them, integers [documents + 1], [0, n₁, n₁ + n₂, …]. Tokens from the last number on are
+                padding, fully masked. Tokens see their own document alone, and masks and biases by positions are
+                evaluated in each: `Causal` is aligned at its end. Those with positions of their own, and arrays (masks,
+                ids and biases, as for B = 1), are by token. Numbers that are known must rise from 0; a traced one that
+                is below an earlier one counts as that, so that its document is empty.
             cu_seqlens_q: the cumulative lengths of the queries' documents, where keys have others.
             cu_seqlens_k: the cumulative lengths of the keys' documents, as many as the queries'.
             **options: options that only some implementations, or the source, have.
@@ -150,6 +154,7 @@ class OperationImpl(PartialAttention):
             mode=mode,
             return_lse=return_lse,
             return_weights=return_weights,
+            return_max_logits=return_max_logits,
             **{name: x for name, x in total.items() if x is not None},
             **options,
         )
@@ -179,7 +184,7 @@ class OperationImpl(PartialAttention):
                 f"source is a {type(source).__name__}, but must be an attnops.Source, such as a cache of "
                 f"attnops-caches: op.step(query, key, value, cache)"
             )
-        call_options = CONTRACT | {"mode", "return_lse", "return_weights"}
+        call_options = CONTRACT | {"mode", *OPTIONAL_FIELDS}
         self._check_own_options(source, {name: x for name, x in options.items() if name not in call_options})
         refuse_total(self.metadata, source, options)
         return stepped(source.step(self, query, key, value, options), source)
@@ -289,9 +294,9 @@ class OperationImpl(PartialAttention):
         out = tag(result.attention_outputs, OUTPUT_NAME)
         if self.metadata.layout == "BHTD":
             out = out.swapaxes(1, 2)
-        wanted = call.options
-        lse = tag(result.logsumexp, LOGSUMEXP_NAME) if "return_lse" in wanted else None
-        output = OperationOutput(out, result.attention_weights if "return_weights" in wanted else None, lse)
+        asked = {field: getattr(result, field) for option, field in OPTIONAL_FIELDS.items() if option in call.options}
+        by_query = {name: tag(x, LOGSUMEXP_NAME) for name, x in asked.items() if name != "attention_weights"}
+        output = OperationOutput(out, **asked | by_query)
         one_row: OperationOutput = jax.tree.map(lambda x: x[0], output) if self.metadata.layout == "THD" else output
         return one_row
 

@@ -19,6 +19,7 @@ from attnops.kernels.elementwise import ARGUMENTS, AXES, primitives_of
 from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.functions import functions
+from attnops.output import OPTIONAL_FIELDS
 from attnops.sharding.modes import MODE_TRAIN
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ def bind_options(
     if "sinks" in given:
         given["sinks"] = _sinks(given["sinks"], H)
     dropout_prob = _dropout(metadata, mode, given)
+    asked: dict[str, Any] = {name: name in given for name in OPTIONAL_FIELDS}
 
     request = AttentionRequest(
         options=frozenset(given),
@@ -189,8 +191,7 @@ def bind_options(
         logits_soft_cap=given.get("logits_soft_cap"),
         sinks="sinks" in given,
         dropout_prob=dropout_prob,
-        return_lse="return_lse" in given,
-        return_weights="return_weights" in given,
+        **asked,
         **(_describe_mask(given["mask"], T, S) if "mask" in given else {}),
         **(_describe_bias(given["bias"]) if "bias" in given else {}),
     )
@@ -220,7 +221,7 @@ def _describe_bias(bias: jax.Array | Bias) -> dict[str, Any]:
 
 
 def _check_flags(options: dict[str, object]) -> None:
-    for name in ("return_lse", "return_weights"):
+    for name in OPTIONAL_FIELDS:
         value = options.get(name)
         if value is not None and not isinstance(value, (bool, np.bool_)):
             raise ValueError(f"{name}={value!r} must be True or False, known when tracing")

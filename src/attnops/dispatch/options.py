@@ -38,10 +38,12 @@ class FlashOptions(ScoreOptions, total=False):
     Attributes:
         dropout_key: a PRNG key.
         return_lse: whether the output has ``logsumexp``, float32 [B, H, T].
+        return_max_logits: whether the output has ``max_logits``, float32 [B, H, T].
     """
 
     dropout_key: jax.Array | ShiftedKey
     return_lse: bool
+    return_max_logits: bool
 
 
 class AttentionOptions(FlashOptions, total=False):

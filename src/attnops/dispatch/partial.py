@@ -13,7 +13,7 @@ from attnops.dispatch.operation import BaseOperation
 from attnops.dispatch.request import AttentionRequest
 from attnops.dispatch.source import Source
 from attnops.kernels.rules import inexact_vjp
-from attnops.output import OperationOutput
+from attnops.output import OPTIONAL_FIELDS, OperationOutput
 from attnops.partition.options import CONTRACT
 from attnops.softmax import Contribution, PartialSoftmax, contribution
 
@@ -33,8 +33,9 @@ class PartialAttention(BaseOperation):
             query: [B, T, H, D].
             key: [B, S, K, D], some of the keys.
             value: [B, S, K, Dv].
-            **options: ``mask``, ``bias``, ``softmax_scale``, ``logits_soft_cap``, ``dropout_key`` and ``mode`` of
-                `__call__`, for these keys. Sinks belong to all keys: add them by `attnops.softmax.with_sinks`.
+            **options: ``mask``, ``bias``, ``softmax_scale``, ``logits_soft_cap``, ``dropout_key``, ``mode`` and
+                ``return_max_logits`` of `__call__`, for these keys. Sinks belong to all keys: add them by
+                `attnops.softmax.with_sinks`.
 
         Returns:
             A result in float32 for any dtype of the query. An implementation without partial softmaxes
@@ -101,7 +102,7 @@ class PartialAttention(BaseOperation):
         output: OperationOutput = self.run(call)
         assert output.logsumexp is not None
         out = output.attention_outputs.astype(jnp.float32)
-        return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
+        return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp), output.max_logits)
 
     def run_partial_vjp(
         self, forward: str, call: Call, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
@@ -128,7 +129,9 @@ class PartialAttention(BaseOperation):
             raise ValueError(f"key is a {type(key).__name__}, but a partial softmax needs arrays: give those it holds")
         if self.metadata.layout != "BTHD":
             raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")
-        self._check_options({name: x for name, x in options.items() if name not in CONTRACT | {"mode"}})
+        self._check_options(
+            {name: x for name, x in options.items() if name not in CONTRACT | {"mode", *OPTIONAL_FIELDS}}
+        )
         call = self.prepare(query, key, value, return_lse=True, **options)
         assert isinstance(call.request, AttentionRequest)
         if call.boundary is not None:

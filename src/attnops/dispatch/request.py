@@ -88,6 +88,7 @@ class AttentionRequest(Request):
         dropout_prob: the probability of dropout; 0 where the call has none.
         return_lse: whether the logsumexp is asked for.
         return_weights: whether the attention weights are asked for.
+        return_max_logits: whether the largest scores are asked for.
         sequence_axes: the mesh axes over which the metadata's rules shard queries or keys.
         source: the description of what holds keys and values; None for arrays. ``key_length`` counts its slots, and
             mask and bias have one element per slot.
@@ -116,6 +117,7 @@ class AttentionRequest(Request):
     dropout_prob: float = 0.0
     return_lse: bool = False
     return_weights: bool = False
+    return_max_logits: bool = False
     sequence_axes: tuple[str, ...] = ()
     source: SourceRequest | None = None
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.output import OperationOutput
+from attnops.output import OPTIONAL_FIELDS, OperationOutput
 
 if TYPE_CHECKING:
     from attnops.typing import Aval
@@ -34,14 +34,14 @@ def check_output(name: str, args: tuple[Aval, Aval, Aval], options: Container[st
     out_shape = B, T, H, Dv
     _check(name, "attention_outputs", result.attention_outputs, "[B, T, H, Dv]", out_shape, query.dtype,
            "the query's dtype")  # fmt: skip
-    for option, field in (("return_lse", "logsumexp"), ("return_weights", "attention_weights")):
-        if option in options and getattr(result, field) is None:
+    by_query = "[B, H, T]", (B, H, T), jnp.dtype(jnp.float32), "always float32"
+    for option, field in OPTIONAL_FIELDS.items():
+        if option not in options:
+            continue
+        if (array := getattr(result, field)) is None:
             raise TypeError(f"{name} was asked for {field} with {option}=True, but returned None")
-    if "return_lse" in options:
-        _check(name, "logsumexp", result.logsumexp, "[B, H, T]", (B, H, T), jnp.dtype(jnp.float32), "always float32")
-    if "return_weights" in options:
-        _check(name, "attention_weights", result.attention_weights, "[B, H, T, S]", (B, H, T, S), query.dtype,
-               "the query's dtype")  # fmt: skip
+        by_score = "[B, H, T, S]", (B, H, T, S), query.dtype, "the query's dtype"
+        _check(name, field, array, *(by_score if field == "attention_weights" else by_query))
     return result
 
 

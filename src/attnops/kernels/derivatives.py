@@ -32,10 +32,10 @@ from attnops.softmax import Contribution
 if TYPE_CHECKING:
     from attnops.typing import PyTree
 
-# Two arrays or more, float32 [B, H, T].
+# Two arrays, float32 [B, H, T].
 Statistics: TypeAlias = tuple[jax.Array, ...]
-# The output, and the statistics of its softmax.
-Result: TypeAlias = tuple[jax.Array, Statistics]
+# The output, the statistics of its softmax and, if the call asks for them, the largest scores, float32 [B, H, T].
+Result: TypeAlias = tuple[jax.Array, Statistics, *tuple[jax.Array, ...]]
 
 
 class Passes(abc.ABC):
@@ -49,7 +49,7 @@ class Passes(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, arrays: list[jax.Array]) -> Result:
-        """The output [B, T, H, Dv], and the statistics of the softmax."""
+        """The output [B, T, H, Dv], the statistics of the softmax and, if asked for, the largest scores."""
 
     @abc.abstractmethod
     def gradients(
@@ -87,26 +87,27 @@ class Passes(abc.ABC):
 
 
 def attend(passes: Passes, arrays: Sequence[jax.Array]) -> Result:
-    """The forward pass, with derivatives of every order. The statistics' rounding error has none."""
+    """The forward pass, with derivatives of every order. The rounding error and the largest scores have none."""
 
     def forward(*arrays: jax.Array) -> list[jax.Array]:
-        out, statistics = passes.forward(list(arrays))
-        return [out, *statistics]
+        out, statistics, *highest = passes.forward(list(arrays))
+        return [out, *statistics, *highest]
 
     def rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
         # Tagged here, where they become residuals; elsewhere a checkpoint policy would name a copy.
-        out, *statistics = (tag(x, LOGSUMEXP_NAME if i else OUTPUT_NAME) for i, x in enumerate(outputs))
+        outputs = [tag(x, LOGSUMEXP_NAME if i else OUTPUT_NAME) for i, x in enumerate(outputs)]
+        out, *statistics = outputs[:3]
         moving = [i for i, t in enumerate(tangents[: passes.differentiable]) if t is not None]
         if not moving:
-            return [out, *statistics], [None] * len(outputs)
+            return outputs, [None] * len(outputs)
         given = *inputs, out, *statistics, *(tangents[i] for i in moving)
         d_out, d_lse = _tangent.bind(*given, passes=passes, n=len(inputs), moving=tuple(moving), axes=())
         lse, residual = passes.logsumexp(tuple(statistics))
         d_statistics = jax.jvp(passes.statistics, (lse, residual), (d_lse, jnp.zeros_like(residual)))[1]
-        return [out, *statistics], [d_out, *d_statistics]
+        return outputs, [d_out, *d_statistics, *[None] * len(outputs[3:])]
 
-    out, *statistics = call(forward, rule, arrays)
-    return out, tuple(statistics)
+    out, lse, residual, *highest = call(forward, rule, arrays)
+    return out, (lse, residual), *highest
 
 
 def gradients(

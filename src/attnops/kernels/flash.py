@@ -42,6 +42,7 @@ class FlashCall:
         sinks: [H]; None for none.
         dropout_key: None for no dropout.
         is_partial: whether this is a partial softmax, over some of the keys, whose results are float32.
+        max_logits: whether the largest scores are asked for.
     """
 
     metadata: OperationMetadata
@@ -55,13 +56,15 @@ class FlashCall:
     sinks: jax.Array | None = None
     dropout_key: jax.Array | ShiftedKey | None = None
     is_partial: bool = False
+    max_logits: bool = False
 
     @classmethod
     def of(
         cls, metadata: OperationMetadata, query: jax.Array, key: Aval, value: Aval, options: Mapping[str, Any]
     ) -> FlashCall:
         """A call with these options of the contract, except ``return_lse`` and ``return_weights``."""
-        return cls(metadata, query, key, value, **{n: x for n, x in options.items() if not n.startswith("return_")})
+        given = {n: x for n, x in options.items() if not n.startswith("return_")}
+        return cls(metadata, query, key, value, **given, max_logits=options.get("return_max_logits", False))
 
     def replace(self, **changes: Any) -> FlashCall:
         """A copy with some fields changed."""
@@ -147,7 +150,9 @@ class FlashBackend(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, plan: BackendPlan, operands: Operands) -> Result:
-        """The output [B, T, H, Dv], and the statistics of its softmax, which `logsumexp` converts."""
+        """The output [B, T, H, Dv], the statistics of its softmax, which `logsumexp` converts, and, if the call has
+        ``max_logits``, the largest scores [B, H, T] float32, in natural units, without sinks.
+        """
 
     @abc.abstractmethod
     def gradients(
@@ -324,24 +329,26 @@ class FlashPasses(Passes):
         return [d[i] for i in wanted]
 
 
-def attention(backend: FlashBackend, call: FlashCall, plain: Plain) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output [B, T, H, Dv], the logsumexp [B, H, T] float32, and its rounding error, float32.
+def attention(backend: FlashBackend, call: FlashCall, plain: Plain) -> tuple[jax.Array, ...]:
+    """The output [B, T, H, Dv], the logsumexp [B, H, T] float32, its rounding error and, if the call has
+    ``max_logits``, the largest scores, float32 too.
 
     The output has the query's dtype; float32 for a partial softmax. Derivatives of every order: reverse mode by the
-    backend's kernels, all others by ``plain``. The rounding error has none.
+    backend's kernels, all others by ``plain``. The rounding error and the largest scores have none.
     """
     passes, arrays = FlashPasses.of(backend, call, plain)
-    out, statistics = attend(passes, arrays)
+    out, statistics, *highest = attend(passes, arrays)
     Dv = call.value.shape[3]
     # Eagerly, even a slice of everything costs as much as a kernel's launch.
     out = out if out.shape[3] == Dv else out[..., :Dv]
-    return out if out.dtype == call.out_dtype else out.astype(call.out_dtype), *passes.logsumexp(statistics)
+    out = out if out.dtype == call.out_dtype else out.astype(call.out_dtype)
+    return out, *passes.logsumexp(statistics), *highest
 
 
 def partial(backend: FlashBackend, call: FlashCall, plain: Plain) -> PartialSoftmax:
     """`attention` over some of the keys: nothing is rounded to the query's dtype."""
-    out, lse, residual = attention(backend, call.replace(is_partial=True), plain)
-    return PartialSoftmax(out, lse, jax.lax.stop_gradient(residual))
+    out, lse, residual, *highest = attention(backend, call.replace(is_partial=True), plain)
+    return PartialSoftmax(out, lse, jax.lax.stop_gradient(residual), *highest)
 
 
 def partial_vjp(

@@ -76,15 +76,16 @@ def unpad(output: OperationOutput, query_length: int, key_length: int | None = N
     """The first ``query_length`` queries of a result, and in its weights the first ``key_length`` keys.
 
     Args:
-        output: attention_outputs [B, T', H, Dv]; attention_weights [B, H, T', S'] and logsumexp [B, H, T'], or None.
+        output: attention_outputs [B, T', H, Dv]; attention_weights [B, H, T', S'], and by query
+            [B, H, T'], or None.
         query_length: T.
         key_length: S; None for all keys.
     """
-    weights, lse = output.attention_weights, output.logsumexp
+    weights, by_query = output.attention_weights, (output.logsumexp, output.max_logits)
     return OperationOutput(
         output.attention_outputs[:, :query_length],
         None if weights is None else weights[:, :, :query_length, :key_length],
-        None if lse is None else lse[:, :, :query_length],
+        *jax.tree.map(lambda x: x[:, :, :query_length], by_query),
     )
 
 

@@ -43,7 +43,7 @@ def zero_masked_tokens(
 
 
 def repair_empty_rows(output: OperationOutput, mask: Mask | None, key_length: int) -> OperationOutput:
-    """A kernel's result with the contract's values for queries that see no key: output and weights 0, logsumexp −inf.
+    """A kernel's result with the contract's values for queries that see no key: output and weights 0, others −inf.
 
     Kernels that mask scores with a large negative number return the mean of the values for such queries. The cotangents
     of these rows are 0; call the kernel with the arrays of `zero_unseen`, so that 0 times its residuals is 0. If it
@@ -58,11 +58,11 @@ def repair_empty_rows(output: OperationOutput, mask: Mask | None, key_length: in
     if mask is None or not mask.has_fully_masked_tokens(T, key_length):
         return output
     sees = mask.dense(B, H, T, key_length).any(axis=3)  # [B, H, T], each 1 or all
-    weights, lse = output.attention_weights, output.logsumexp
+    weights, by_query = output.attention_weights, (output.logsumexp, output.max_logits)
     return OperationOutput(
         _where(sees.swapaxes(1, 2), output.attention_outputs),
         None if weights is None else _where(sees, weights),
-        None if lse is None else jnp.where(sees, lse, -jnp.inf),
+        *jax.tree.map(lambda x: jnp.where(sees, x, -jnp.inf), by_query),
     )
 
 

@@ -76,6 +76,10 @@ class VanillaAttention(OperationImpl):
             scores = scores + _group(bias.astype(jnp.float32), K)
         if allowed is not None:
             scores = jnp.where(_group(allowed, K), scores, -jnp.inf)
+        highest = None
+        if options.get("return_max_logits"):
+            highest = lax.stop_gradient(scores).max(axis=-1)
+            highest = jnp.where(highest < jnp.inf, highest, jnp.nan).reshape(B, H, T)
         sink = None if sinks is None else sinks.astype(jnp.float32).reshape(K, H // K, 1, 1)
 
         weights, _, logsumexp = _softmax(scores, sink)
@@ -90,6 +94,7 @@ class VanillaAttention(OperationImpl):
             out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, Dv).astype(out_dtype),
             weights.reshape(B, H, T, S).astype(out_dtype) if options.get("return_weights") else None,
             logsumexp.reshape(B, H, T) if return_lse else None,
+            highest,
         )
 
 

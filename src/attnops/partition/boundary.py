@@ -194,7 +194,7 @@ def result_specs(
     return {
         "attention_outputs": PartitionSpec(batch, queries, heads, features),
         "attention_weights": PartitionSpec(batch, heads, queries, keys),
-        "logsumexp": PartitionSpec(batch, heads, queries),
+        **dict.fromkeys(("logsumexp", "max_logits"), PartitionSpec(batch, heads, queries)),
     }
 
 

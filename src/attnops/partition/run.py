@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from attnops.dropout import ShiftedKey
-from attnops.output import OperationOutput
+from attnops.output import OPTIONAL_FIELDS, OperationOutput
 from attnops.partition.boundary import Boundary, Entry
 from attnops.partition.operands import ShardedOperands
 from attnops.partition.options import CONTRACT, kv_head_axis, specs_of_option
@@ -64,7 +64,7 @@ def run_sharded(
     q_spec = PartitionSpec(boundary.batch, lengths[0], boundary.heads)
     kv_spec = PartitionSpec(boundary.batch, lengths[1], boundary.kv_heads)
     by_head = PartitionSpec(boundary.batch, boundary.heads, lengths[0])
-    fields = {"attention_outputs": q_spec, "attention_weights": by_head, "logsumexp": by_head}
+    fields = {"attention_outputs": q_spec} | dict.fromkeys(OPTIONAL_FIELDS.values(), by_head)
     wanted, kv_heads = wanted_fields(options), args[1].shape[2]
     group = args[0].shape[2] // kv_heads
 
@@ -191,8 +191,7 @@ def option_specs(
 
 def wanted_fields(options: Options) -> tuple[str, ...]:
     """The fields of the output that a call asks for."""
-    asked = {"return_weights": "attention_weights", "return_lse": "logsumexp"}
-    return ("attention_outputs", *(field for option, field in asked.items() if option in options))
+    return ("attention_outputs", *(field for option, field in OPTIONAL_FIELDS.items() if option in options))
 
 
 def fields_of(output: OperationOutput, wanted: tuple[str, ...]) -> tuple[Leaf, ...]:

@@ -62,6 +62,7 @@ def command(
     dropout: Annotated[float, typer.Option(help="Probability of dropout.")] = 0.0,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Ask for the logsumexp.")] = False,
     return_weights: Annotated[bool, typer.Option("--return-weights", help="Ask for the attention weights.")] = False,
+    return_max_logits: Annotated[bool, typer.Option("--return-max-logits", help="Ask for the largest scores.")] = False,
     source: Annotated[
         str | None, typer.Option(help="The source of S keys and values per row: PagedCache, for example.")
     ] = None,
@@ -95,6 +96,7 @@ def command(
             metadata, shapes, _dtype(dtype), mask, bias, heads if sinks else 0,
             made_source(source, source_options, value_head_dim),
             softmax_scale=scale, logits_soft_cap=soft_cap, return_lse=return_lse, return_weights=return_weights,
+            return_max_logits=return_max_logits,
         )  # fmt: skip
         on_mesh = contextlib.nullcontext() if mesh is None else use_abstract_mesh(_mesh(mesh))
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), on_mesh:

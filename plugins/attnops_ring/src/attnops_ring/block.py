@@ -65,6 +65,7 @@ class Inner:
         has_all_keys: whether the device has all keys, in the order of the sequence.
         has_all_queries: whether the device has all queries, in the order of the sequence.
         queries_are_padded: whether the queries may include padding.
+        max_logits: whether the largest scores are asked for.
     """
 
     metadata: OperationMetadata
@@ -78,6 +79,7 @@ class Inner:
     has_all_keys: bool = False
     has_all_queries: bool = False
     queries_are_padded: bool = False
+    max_logits: bool = False
 
     @property
     def chunks(self) -> int:
@@ -145,7 +147,9 @@ def block(
             mask = slice_mask(extras.mask, q, kv, inner.is_padded, inner.queries_are_padded)
 
             def compute(qkv: PyTree, mask: Mask | None, extras: Extras, q: Chunk = q, kv: Chunk = kv) -> PartialSoftmax:
-                partial: PartialSoftmax = inner.operation.partial(*qkv, **_options(inner, mask, extras, q, kv))
+                partial: PartialSoftmax = inner.operation.partial(
+                    *qkv, **_options(inner, mask, extras, q, kv), return_max_logits=inner.max_logits
+                )
                 return partial
 
             operands = (query, key, value), mask, extras
@@ -153,7 +157,9 @@ def block(
             if is_active is True:
                 partials.append(compute(*operands))
             else:
-                partials.append(lax.cond(is_active, compute, lambda qkv, *_: identity(qkv[0], qkv[2]), *operands))
+                partials.append(
+                    lax.cond(is_active, compute, lambda qkv, *_: identity(qkv[0], qkv[2], inner.max_logits), *operands)
+                )
         rows.append(partials[0] if len(partials) == 1 else merge(*partials))
     return rows
 
@@ -162,8 +168,9 @@ def concatenate(rows: Sequence[PartialSoftmax]) -> PartialSoftmax:
     """The `PartialSoftmax` of all of a device's queries, from those of its chunks."""
     if len(rows) == 1:
         return rows[0]
-    outs, *others = zip(*rows, strict=True)
-    return PartialSoftmax(jnp.concatenate(outs, axis=1), *(jnp.concatenate(x, axis=2) for x in others))
+    out = jnp.concatenate([row.out for row in rows], axis=1)
+    by_query = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *(row[1:] for row in rows))
+    return PartialSoftmax(out, *by_query)
 
 
 class LogSumExp(NamedTuple):

@@ -262,7 +262,7 @@ def _run(
         metadata=operation.metadata.replace(mesh=None, layout="BTHD", mode=call.request.mode, axis_rules=NO_RULES),
         scale=options.pop("softmax_scale", None), cap=options.pop("logits_soft_cap", None), T=T, S=S,
         order=order, devices=devices, is_padded=Sp != S, has_all_queries=strategy == "reduce",
-        queries_are_padded=Tp != T,
+        queries_are_padded=Tp != T, max_logits="return_max_logits" in options,
     )  # fmt: skip
     if order == "striped" and "dropout_key" in options and not _draws_with_steps(inner, call.request.platform):
         name = type(inner.operation).__name__
@@ -283,10 +283,10 @@ def _run(
     output = run_sharded(
         where, function, padded, options, lengths, is_interpreted=call.request.interpret, key=key
     )  # fmt: skip
-    out, lse = output.attention_outputs, output.logsumexp
+    out, by_query = output.attention_outputs, (output.logsumexp, output.max_logits)
     if Tp != T:
-        out, lse = _first(out, 1, T), None if lse is None else _first(lse, 2, T)
-    return OperationOutput(out.astype(query.dtype), None, lse)
+        out, by_query = _first(out, 1, T), jax.tree.map(lambda x: _first(x, 2, T), by_query)
+    return OperationOutput(out.astype(query.dtype), None, *by_query)
 
 
 def _draws_with_steps(inner: Inner, platform: str) -> bool:
@@ -323,7 +323,7 @@ def _local(
     inner: Inner, axis: tuple[str, ...], hops: int, strategy: str,
     query: jax.Array, key: jax.Array, value: jax.Array, *,
     mask: Mask | None = None, bias: PyTree = None, sinks: jax.Array | None = None, dropout_key: jax.Array | None = None,
-    return_lse: bool = False,
+    return_lse: bool = False, return_max_logits: bool = False,
 ) -> OperationOutput:  # fmt: skip
     """One device's attention, inside `jax.shard_map`. The keyword arguments are those of the call."""
     operands = (query, key, value, Extras(mask, bias, dropout_key))
@@ -339,7 +339,8 @@ def _local(
             partial = _by_heads(inner, axis, hops, strategy, *operands)
     if sinks is not None:
         partial = with_sinks(partial, sinks)
-    return OperationOutput(partial.out, None, partial.lse if return_lse else None)
+    return OperationOutput(partial.out, None, partial.lse if return_lse else None,
+                           partial.max_logits if return_max_logits else None)  # fmt: skip
 
 
 def _by_heads(
@@ -362,15 +363,12 @@ def _by_heads(
         q, k, v = (to_sequence_order(x, inner) for x in (q, k, v))
         local = dataclasses.replace(inner, devices=1, order="contiguous")
         partial = whole_block(local, q, k, v, extras, 0, 0)
-        lse, lse_residual = (
-            to_device_order(x.swapaxes(1, 2), inner).swapaxes(1, 2) for x in (partial.lse, partial.lse_residual)
-        )
-        partial = PartialSoftmax(to_device_order(partial.out, inner), lse, lse_residual)
-    lse, lse_residual = (
-        tokens_for_heads(x.swapaxes(1, 2)[..., None], across)[..., 0].swapaxes(1, 2)
-        for x in (partial.lse, partial.lse_residual)
+        by_query = jax.tree.map(lambda x: to_device_order(x.swapaxes(1, 2), inner).swapaxes(1, 2), partial[1:])
+        partial = PartialSoftmax(to_device_order(partial.out, inner), *by_query)
+    by_query = jax.tree.map(
+        lambda x: tokens_for_heads(x.swapaxes(1, 2)[..., None], across)[..., 0].swapaxes(1, 2), partial[1:]
     )
-    return PartialSoftmax(tokens_for_heads(partial.out, across), lse, lse_residual)
+    return PartialSoftmax(tokens_for_heads(partial.out, across), *by_query)
 
 
 def needed_hops(mask: Mask | None, inner: Inner, shape: tuple[int, ...], Tp: int, Sp: int) -> int:

@@ -30,4 +30,5 @@ def reduced(
     weight = exp_sum(local.lse, local.lse_residual, m)
     out, l = lax.psum((local.out * weight.swapaxes(1, 2)[..., None], weight), axis)
     divisor = jnp.where(l == 0, 1.0, l)  # NaN stays NaN
-    return PartialSoftmax(out / divisor.swapaxes(1, 2)[..., None], *log_sum(m, l))
+    highest = jax.tree.map(lambda x: lax.pmax(lax.stop_gradient(x), axis), local.max_logits)
+    return PartialSoftmax(out / divisor.swapaxes(1, 2)[..., None], *log_sum(m, l), highest)

@@ -46,8 +46,8 @@ def ring(
     """
     given = query, key, value, extras.bias
     arrays, tree = jax.tree.flatten((given, (extras.mask, extras.dropout_key)))
-    out, statistics = attend(RingPasses(inner, axis, hops, tree, len(jax.tree.leaves(given))), arrays)
-    return PartialSoftmax(out, *statistics)
+    out, statistics, *highest = attend(RingPasses(inner, axis, hops, tree, len(jax.tree.leaves(given))), arrays)
+    return PartialSoftmax(out, *statistics, *highest)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,11 +84,11 @@ class RingPasses(Passes):
             sent = rotate((k, v), self.axis, 1, n)
             return (*sent, block(inner, Chunks(queries, k, v), extras, here, (here - r) % n, seen))
 
-        seen = [identity(x, value) for x in queries]
+        seen = [identity(x, value, inner.max_logits) for x in queries]
         k, v, seen = lax.fori_loop(0, self.hops - 1, hop, (keys, values, seen))
         last = (here - (self.hops - 1)) % n
-        out, *statistics = concatenate(block(inner, Chunks(queries, k, v), extras, here, last, seen))
-        return out, tuple(statistics)
+        out, lse, residual, highest = concatenate(block(inner, Chunks(queries, k, v), extras, here, last, seen))
+        return out, (lse, residual), *jax.tree.leaves(highest)
 
     def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
         inner, n, here = self.inner, self.inner.devices, lax.axis_index(self.axis)

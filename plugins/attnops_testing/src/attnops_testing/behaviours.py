@@ -38,7 +38,7 @@ Error = TypeVar("Error", bound=Exception)
 GROWTH: Final = 4.5
 
 # Features that behaviours are checked with; each is added if the operation serves it together with those before it.
-_RICH: Final = ("GQA", "Causal", "bias [1, H, T, S]", "soft cap", "sinks")
+_RICH: Final = ("GQA", "Causal", "bias [1, H, T, S]", "soft cap", "sinks", "max logits")
 
 
 def _served(subject: Subject, seed: int = 0) -> tuple[Problem, OperationImpl]:
@@ -223,6 +223,7 @@ def higher_derivatives(subject: Subject) -> None:
     check("tangent of the output", found[0]["attention_outputs"], exact.out, narrow.out)
     if "logsumexp" in found[0]:
         check("tangent of the logsumexp", found[0]["logsumexp"], exact.logsumexp, narrow.logsumexp)
+    assert not np.any(found[0].get("max_logits", 0)), "max_logits has a tangent, but must count as a constant"
     for what, values in (("tangent of the gradient", found[1]), ("second derivative", found[2])):
         for name, value in values.items():
             check(f"{what} of {name}", value, exact.gradients[name], narrow.gradients[name])

@@ -33,6 +33,7 @@ class CacheSpec:
         starts: whether rows begin with left padding.
         kv_heads: K, a divisor of the 4 query heads.
         sinks, softmax_scale, logits_soft_cap, return_lse: options of the call.
+        return_max_logits: an option too; no feature of a row, since kernels that read caches in place refuse it.
         step: whether the call appends the queries' tokens too.
     """
 
@@ -50,6 +51,7 @@ class CacheSpec:
     softmax_scale: float | None = None
     logits_soft_cap: float | None = None
     return_lse: bool = False
+    return_max_logits: bool = False
     step: bool = False
 
 

@@ -19,6 +19,7 @@ from attnops_testing import oracle
 from attnops_testing.cache_features import PAGE, CacheSpec
 from attnops_testing.cache_masks import ScoreCase, bias_case, mask_case
 from attnops_testing.cache_model import CacheModel, ModelLayout
+from attnops_testing.problem import check_max_logits
 from attnops_testing.tolerance import OUTPUT_FACTOR, assert_close, tolerance
 
 Array = np.ndarray[Any, Any]
@@ -190,8 +191,7 @@ class CacheProblem:
         for name in ("softmax_scale", "logits_soft_cap"):
             if getattr(spec, name) is not None:
                 options[name] = getattr(spec, name)
-        if spec.return_lse:
-            options["return_lse"] = True
+        options |= {name: True for name in ("return_lse", "return_max_logits") if getattr(spec, name)}
         return options
 
     @property
@@ -225,7 +225,8 @@ class CacheProblem:
             else:
                 output = operation(query, cache, **options)
             out = output.attention_outputs
-            return out.swapaxes(1, 2) if BHTD else out, output.logsumexp, cache
+            by_query = {"logsumexp": output.logsumexp, "max_logits": output.max_logits}
+            return out.swapaxes(1, 2) if BHTD else out, by_query, cache
 
         return run
 
@@ -241,43 +242,48 @@ class CacheProblem:
             UnsupportedError: the operation refuses the call.
         """
         program = jax.jit(self.program(operation), compiler_options=compiler_options)
-        out, lse, cache = jax.tree.map(np.asarray, program(*self.arguments))
+        out, by_query, cache = jax.tree.map(np.asarray, program(*self.arguments))
         if self.spec.step:
             before = self.before.cache()
             given = cache if self.foreign is None else self.foreign.to_pages(cache, before)  # type: ignore[arg-type]
             self.after.check(given, before)
             assert not cache.overflowed.any(), "overflowed is set, but every token fits"
-        self.check_output(out, lse)
+        self.check_output(out, by_query)
 
-    def check_output(self, out: Array, lse: Array | None) -> None:
-        """Assert that the call's output and logsumexp agree with the oracle."""
+    def check_output(self, out: Array, by_query: dict[str, Array | None]) -> None:
+        """Assert that the call's output, logsumexp and largest scores agree with the oracle."""
         dtype = self.query.dtype
         assert out.dtype == dtype, f"the output is {out.dtype}, but must be {dtype}"
-        assert (lse is not None) == self.spec.return_lse
+        found = {name: x for name, x in by_query.items() if x is not None}
+        asked = {"logsumexp": self.spec.return_lse, "max_logits": self.spec.return_max_logits}
+        assert found.keys() == {name for name, is_asked in asked.items() if is_asked}
         if self.spec.rows == "packed":
-            out, lse = self._unpacked(out, lse)
+            out, found = self._unpacked(out, found)
         arrays = self._arrays()
         exact, narrow = (oracle.attention(*arrays[:3], dtype=d, **arrays[3]) for d in (np.float64, dtype))
         allowed = tolerance(exact.out, narrow.out, exact.out_magnitude, dtype, OUTPUT_FACTOR)
         assert_close("attention_outputs", out, exact.out, allowed)
-        if lse is not None:
+        if "logsumexp" in found:
             finite = np.where(np.isfinite(exact.logsumexp), exact.logsumexp, 0)
             allowed = tolerance(exact.logsumexp, narrow.logsumexp, finite, dtype, OUTPUT_FACTOR)
-            assert_close("logsumexp", lse, exact.logsumexp, allowed)
+            assert_close("logsumexp", found["logsumexp"], exact.logsumexp, allowed)
+        if "max_logits" in found:
+            check_max_logits(found["max_logits"], exact.max_logits, arrays[:3], arrays[3])
 
-    def _unpacked(self, out: Array, lse: Array | None) -> tuple[Array, Array | None]:
-        """The output and logsumexp of packed rows as [B, T, …]; asserts that padding has 0 and −inf."""
+    def _unpacked(self, out: Array, found: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
+        """The output and the numbers by query of packed rows as [B, T, …]; asserts that padding has 0 and −inf."""
         spread = np.zeros((B, self.T, *out.shape[2:]), out.dtype)
-        spread_lse = np.full((B, HEADS, self.T), -np.inf, np.float32)
+        spread_found = {name: np.full((B, HEADS, self.T), -np.inf, np.float32) for name in found}
         is_padding = np.ones(out.shape[1], bool)
         for row, first, count in self.runs:
             spread[row, :count] = out[0, first : first + count]
-            if lse is not None:
-                spread_lse[row, :, :count] = lse[0, :, first : first + count]
+            for name, x in found.items():
+                spread_found[name][row, :, :count] = x[0, :, first : first + count]
             is_padding[first : first + count] = False
         assert (out[0, is_padding] == 0).all(), "padding among packed queries has another output than 0"
-        assert lse is None or np.isneginf(lse[0][:, is_padding]).all(), "padding has another logsumexp than -inf"
-        return spread, None if lse is None else spread_lse
+        for name, x in found.items():
+            assert np.isneginf(x[0][:, is_padding]).all(), f"padding has another {name} than -inf"
+        return spread, spread_found
 
     def _arrays(self) -> tuple[Array, Array, Array, dict[str, Any]]:
         """Query, key, value and options for the oracle; column j of a row is its j-th token."""

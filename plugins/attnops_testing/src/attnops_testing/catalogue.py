@@ -40,6 +40,7 @@ class CompileCase:
         sinks: whether the call has sinks, [H].
         dropout: the probability of dropout.
         cap: the soft cap; None for none.
+        max_logits: whether the call asks for the largest scores.
     """
 
     T: int = 2048
@@ -57,6 +58,7 @@ class CompileCase:
     sinks: bool = False
     dropout: float = 0.0
     cap: float | None = None
+    max_logits: bool = False
 
     @property
     def example(self) -> tuple[dict[str, object], tuple[Shape, ...]]:
@@ -67,7 +69,7 @@ class CompileCase:
         return arguments | ({"sinks": Shape((self.H,), jnp.float32)} if self.sinks else {}), self.traced
 
     def program(self, name: str, platform: str) -> Function:
-        """A function of `example` that returns output, logsumexp and all gradients.
+        """A function of `example` that returns output, logsumexp, largest scores and all gradients.
 
         Args:
             name: the operation's name; it raises for calls that it does not support.
@@ -77,13 +79,13 @@ class CompileCase:
         operation: Any = OperationRegistry.create(name, metadata)
 
         def program(arguments: dict[str, PyTree], traced: tuple[jax.Array, ...]) -> tuple[object, object]:
-            def run(a: dict[str, PyTree]) -> tuple[jax.Array, jax.Array | None]:
+            def run(a: dict[str, PyTree]) -> tuple[jax.Array | None, ...]:
                 output = operation(
                     *a["qkv"], mask=self.mask(*traced) if self.mask else None, sinks=a.get("sinks"), return_lse=True,
                     bias=self.bias(*a["learnt"]) if self.bias else None, logits_soft_cap=self.cap,
-                    dropout_key=jax.random.key(0) if self.dropout else None,
+                    dropout_key=jax.random.key(0) if self.dropout else None, return_max_logits=self.max_logits,
                 )  # fmt: skip
-                return output.attention_outputs, output.logsumexp
+                return output.attention_outputs, output.logsumexp, output.max_logits
 
             outputs, pull_back = jax.vjp(run, arguments)
             return outputs, pull_back(jax.tree.map(jnp.ones_like, outputs))
@@ -177,6 +179,7 @@ CASES = {
         T=1500, K=2, D=80, Dv=96, mask=causal_segments, traced=(ids(1500),), bias=ALiBi, learnt=(floats(8),),
         sinks=True, dropout=0.1, cap=30.0,
     ),
+    "sinks, max logits": CompileCase(sinks=True, mask=Causal, max_logits=True),
 }  # fmt: skip
 
 # Cases for which most kernels have separate code; the other cases share most of their code with these.

@@ -276,11 +276,11 @@ def not_finite(subject: Subject) -> None:
     """A bias or sink of +inf or NaN makes its row NaN, and no other."""
     metadata = subject.base.replace(block_q=subject.block, block_k=subject.block)
     for case in CASES:
-        operation = subject.make(metadata)
+        operation, max_logits = subject.make(metadata), "max logits" in subject.served
         try:
-            check_not_finite(operation, case, sinks=True, gradients=subject.gradients)
+            check_not_finite(operation, case, sinks=True, gradients=subject.gradients, max_logits=max_logits)
         except UnsupportedError:
-            check_not_finite(operation, case, sinks=False, gradients=subject.gradients)
+            check_not_finite(operation, case, sinks=False, gradients=subject.gradients, max_logits=max_logits)
 
 
 CORNERS: Final[dict[str, Callable[[Subject], None]]] = {

@@ -50,7 +50,8 @@ class Spec:
         traced_mask: whether the mask's arrays are arguments of the compiled program rather than constants.
         padding: hides further tokens in addition to the mask.
         sinks: whether the call has sinks, [H].
-        dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights: options of the call.
+        dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights, return_max_logits: options of the
+            call.
         layout, runtime_dtype: fields of the metadata; None to keep its values.
     """
 
@@ -77,6 +78,7 @@ class Spec:
     logits_soft_cap: float | None = None
     return_lse: bool = False
     return_weights: bool = False
+    return_max_logits: bool = False
     layout: str | None = None
     runtime_dtype: str | None = None
 
@@ -111,6 +113,7 @@ class Spec:
             "logits_soft_cap": self.logits_soft_cap,
             "return_lse": self.return_lse,
             "return_weights": self.return_weights,
+            "return_max_logits": self.return_max_logits,
         }
         mask, visible, poison = self._mask(shape)
         if mask is not None:
@@ -239,6 +242,7 @@ def _features() -> Iterable[Feature]:
     yield Feature("weights", "weights", {"return_weights": True})
     yield Feature("layout BHTD", "layout", {"layout": "BHTD"})
     yield Feature("total-token layout", "layout", {"layout": "THD"}, cost=2)
+    yield Feature("max logits", "max logits", {"return_max_logits": True})
 
 
 FEATURES: Final[dict[str, Feature]] = {feature.name: feature for feature in _features()}

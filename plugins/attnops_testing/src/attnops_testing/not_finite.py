@@ -30,9 +30,11 @@ CASES: Final[dict[str, tuple[float, float]]] = {
 }
 
 
-def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradients: bool = True) -> None:
-    """Assert that output, logsumexp and the gradients of finite rows equal the oracle's, with NaN exactly where the
-    oracle has NaN.
+def check_not_finite(
+    operation: OperationImpl, case: str, *, sinks: bool, gradients: bool = True, max_logits: bool = False
+) -> None:
+    """Assert that output, logsumexp, largest scores and the gradients of finite rows equal the oracle's, with NaN
+    exactly where the oracle has NaN.
 
     One row is fully masked, and a masked score has a bias of NaN: neither may make a row NaN.
 
@@ -41,6 +43,7 @@ def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradie
         case: a key of `CASES`.
         sinks: whether the call has sinks and asks for the logsumexp.
         gradients: whether gradients are checked.
+        max_logits: whether the call asks for the largest scores.
 
     Raises:
         AssertionError: a value differs.
@@ -58,7 +61,7 @@ def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradie
     if sinks:
         inputs["sinks"] = np.array([0.3, at_head], np.float32)
     dense = np.asarray(_mask(S).dense(B, H, T, S))
-    out, lse, computed = _compiled(operation, sinks, gradients)(
+    out, (lse, highest), computed = _compiled(operation, sinks, gradients, max_logits)(
         {name: jnp.asarray(x) for name, x in inputs.items()}, d_out
     )
     extra = {name: x for name, x in inputs.items() if name in ("bias", "sinks")}
@@ -66,6 +69,8 @@ def check_not_finite(operation: OperationImpl, case: str, *, sinks: bool, gradie
     np.testing.assert_allclose(out, expected.out, atol=1e-5, err_msg=f"{case}: output")
     if sinks:
         np.testing.assert_allclose(lse, expected.logsumexp, atol=1e-5, err_msg=f"{case}: logsumexp")
+    if max_logits:
+        np.testing.assert_allclose(highest, expected.max_logits, atol=1e-5, err_msg=f"{case}: max_logits")
     if not gradients:
         return
     wanted = oracle.attention_gradients(q, k, v, d_out=d_out, mask=dense, **extra).values
@@ -82,19 +87,19 @@ def _mask(S: int) -> Mask:
 
 
 @functools.cache
-def _compiled(operation: OperationImpl, lse: bool, gradients: bool) -> Function:
-    """Output, logsumexp and gradients, compiled once for all cases."""
+def _compiled(operation: OperationImpl, lse: bool, gradients: bool, max_logits: bool) -> Function:
+    """Output, logsumexp, largest scores and gradients, compiled once for all cases."""
 
-    def call(inputs: dict[str, PyTree]) -> tuple[jax.Array, jax.Array | None]:
+    def call(inputs: dict[str, PyTree]) -> tuple[jax.Array, PyTree]:
         q, k, v = (inputs[name] for name in ("query", "key", "value"))
         options = {name: x for name, x in inputs.items() if name in ("bias", "sinks")}
-        output = operation(q, k, v, mask=_mask(k.shape[1]), return_lse=lse, **options)
-        return output.attention_outputs, output.logsumexp
+        output = operation(q, k, v, mask=_mask(k.shape[1]), return_lse=lse, return_max_logits=max_logits, **options)
+        return output.attention_outputs, (output.logsumexp, output.max_logits)
 
     def both(inputs: dict[str, Any], d_out: jax.Array) -> PyTree:
         if not gradients:
             return *call(inputs), {}
-        out, pull_back, logsumexp = jax.vjp(call, inputs, has_aux=True)
-        return out, logsumexp, pull_back(d_out)[0]
+        out, pull_back, by_query = jax.vjp(call, inputs, has_aux=True)
+        return out, by_query, pull_back(d_out)[0]
 
     return jax.jit(both, compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None)

@@ -27,12 +27,14 @@ class Result:
         out: [B, T, H, Dv].
         weights: [B, H, T, S], after softmax and dropout.
         logsumexp: [B, H, T].
+        max_logits: the largest visible score, [B, H, T].
         out_magnitude: like ``out``, computed with absolute values; rounding errors are relative to it.
     """
 
     out: Array
     weights: Array
     logsumexp: Array
+    max_logits: Array
     out_magnitude: Array
 
 
@@ -56,6 +58,7 @@ class _Forward:
     keep_scale: Array | float
     empty: Array  # rows that see no key, [B, H, T, 1]
     logsumexp: Array
+    max_logits: Array
     scale: float
 
 
@@ -75,7 +78,7 @@ def attention(
     f = _forward(query, key, value, dtype, **options)
     out = _einsum("bhts,bshd->bthd", f.w, f.v)
     magnitude = _einsum("bhts,bshd->bthd", f.w, np.abs(f.v))
-    return Result(out, f.w, f.logsumexp, magnitude)
+    return Result(out, f.w, f.logsumexp, f.max_logits, magnitude)
 
 
 # One parameter for each option of the contract.
@@ -113,6 +116,7 @@ def _forward(
 
     sink = None if sinks is None else np.asarray(sinks).astype(dtype).reshape(1, H, 1, -1)
     maximum = np.where(visible, scores, -np.inf).max(axis=-1, keepdims=True)
+    max_logits = np.where(maximum == np.inf, np.nan, maximum)[..., 0]  # NaN, as all of such a row is
     if sink is not None:
         maximum = np.maximum(maximum, sink.max(axis=-1, keepdims=True))
     maximum = np.where(maximum == -np.inf, np.asarray(0, dtype), maximum).astype(dtype)
@@ -128,7 +132,7 @@ def _forward(
     if keep is not None:
         keep_scale = (np.broadcast_to(np.asarray(keep), p.shape) / (1 - dropout_prob)).astype(dtype)
     w = (p * keep_scale).astype(dtype)
-    return _Forward(q, k, v, tanh, p, p_sink, w, keep_scale, empty, logsumexp, scale)
+    return _Forward(q, k, v, tanh, p, p_sink, w, keep_scale, empty, logsumexp, max_logits, scale)
 
 
 def attention_gradients(

@@ -37,7 +37,7 @@ def _arrays(features: str) -> tuple[list[jax.Array], jax.Array, jax.Array | None
 
 # One comparison: the functions in it share the problem and its options.
 def check_partial(name: str, platform: str, features: str, **fields: Any) -> None:
-    """Outputs, logsumexps and every gradient of an operation's partials equal those of `vanilla` over all keys.
+    """Outputs, logsumexps, largest scores and gradients of partials equal those of `vanilla` over all keys.
 
     Args:
         name: the name of the operation.
@@ -69,11 +69,11 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
             "dropout_key": key_of(first),
         }
 
-    def unsplit(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        output = vanilla(q, k, v, return_lse=True, **options(0, _S, bias))
-        return output.attention_outputs, output.logsumexp
+    def unsplit(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
+        output = vanilla(q, k, v, return_lse=True, return_max_logits=True, **options(0, _S, bias))
+        return (output.attention_outputs, output.logsumexp), output.max_logits
 
-    (out, lse), pull_back = jax.vjp(unsplit, q, k, v, bias)
+    (out, lse), pull_back, highest = jax.vjp(unsplit, q, k, v, bias, has_aux=True)
     expected = pull_back((d_out, d_lse))
     # The cotangent of the contribution's weight.
     d_weight = d_lse - (d_out * out).sum(-1).swapaxes(1, 2)
@@ -81,7 +81,8 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
 
     @jax.jit
     def partials_of(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> list[PartialSoftmax]:
-        return [operation.partial(q, k[:, a:b], v[:, a:b], **options(a, b, bias)) for a, b in spans]
+        asked = {"return_max_logits": True}
+        return [operation.partial(q, k[:, a:b], v[:, a:b], **options(a, b, bias), **asked) for a, b in spans]
 
     @jax.jit
     def gradients_of(
@@ -96,9 +97,11 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         ]
 
     partials = partials_of(q, k, v, bias)
-    total_out, total_lse, total_residual = merge(*partials)
+    total_out, total_lse, total_residual, total_highest = merge(*partials)
     _same("the merged output", total_out, out)
     _same("the merged logsumexp", total_lse, lse)
+    assert total_highest is not None
+    _same("the merged largest scores", total_highest, highest)
     shares = [contribution(partial, total_lse, total_residual) for partial in partials]
     gradients = gradients_of(q, k, v, bias, total_lse, total_residual)
     total, weights = (sum(x) for x in zip(*shares, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -127,6 +127,8 @@ class Problem:
             out["logsumexp"] = rng.normal(size=(B, H, T)).astype(np.float32)
         if self.options.get("return_weights"):
             out["attention_weights"] = rng.normal(size=(B, H, T, S)).astype(self.dtype)
+        if self.options.get("return_max_logits"):  # without effect
+            out["max_logits"] = rng.normal(size=(B, H, T)).astype(np.float32)
         return out
 
     def call(
@@ -244,6 +246,8 @@ class Problem:
             finite = np.where(np.isfinite(exact.logsumexp), exact.logsumexp, 0)
             allowed = tolerance(exact.logsumexp, narrow.logsumexp, finite, dtype, OUTPUT_FACTOR)
             assert_close("logsumexp", outputs["logsumexp"], exact.logsumexp, allowed)
+        if "max_logits" in outputs:
+            check_max_logits(outputs["max_logits"], exact.max_logits, qkv, self.oracle_options)
 
     def check_gradients(self, gradients: dict[str, PyTree]) -> None:
         """Assert that gradients, by the names of `inputs`, agree with the oracle's by the tolerance rule."""
@@ -287,3 +291,13 @@ class Problem:
         (leaf,) = (x for x in jax.tree.leaves(gradient) if x.dtype != jax.dtypes.float0)
         allowed = tolerance(value, other, magnitude, self.dtype, GRADIENT_FACTOR)
         assert_close("gradient of bias", leaf, value, allowed)
+
+
+def check_max_logits(
+    actual: ArrayLike, exact: oracle.Array, qkv: Sequence[ArrayLike], options: Mapping[str, Any]
+) -> None:
+    """Assert that the largest scores are as precise as scores in float32, whatever the dtype of the inputs."""
+    assert np.asarray(actual).dtype == np.float32
+    single = oracle.attention(*qkv[:3], dtype=np.float32, **options).max_logits
+    allowed = tolerance(exact, single, np.where(np.isfinite(exact), exact, 0), np.float32, OUTPUT_FACTOR)
+    assert_close("max_logits", actual, exact, allowed)

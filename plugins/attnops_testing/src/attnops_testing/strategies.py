@@ -83,6 +83,7 @@ def problems(draw: st.DrawFn, max_length: int = 12, layouts: tuple[Layout, ...] 
         options["dropout_key"] = jax.random.key(draw(st.integers(0, 99)))
     options["return_lse"] = draw(st.booleans())
     options["return_weights"] = draw(st.booleans())
+    options["return_max_logits"] = draw(st.booleans())
     return Problem(
         query=normal(B, T, H, D),
         key=normal(B, S, K, D),

@@ -58,6 +58,7 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "dropout": {"dropout_prob": 0.1, "options": frozenset({"dropout_key"})},
     "logsumexp": {"return_lse": True},
     "weights": {"return_weights": True},
+    "max logits": {"return_max_logits": True},
 }
 
 # For a row about caches: storages and descriptions. A row is served if some storage is served with all descriptions.
@@ -80,6 +81,7 @@ _OPTIONS = {
     "sinks": "sinks",
     "return_lse": "return_lse",
     "return_weights": "return_weights",
+    "return_max_logits": "return_max_logits",
 }
 
 

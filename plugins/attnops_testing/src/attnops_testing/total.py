@@ -66,10 +66,10 @@ def outputs(results: dict[str, jax.Array], shape: tuple[int, int, int, int]) -> 
     out = results["attention_outputs"]
     out, pad = out[: B * T], out[B * T :]
     rows = {"attention_outputs": out.reshape(B, T, H, -1) + pad.sum()}
-    if "logsumexp" in results:
-        lse = results["logsumexp"]
-        right = (lse[:, B * T :] == -jnp.inf).all()
-        rows["logsumexp"] = jnp.where(right, lse[:, : B * T].reshape(H, B, T).swapaxes(0, 1), jnp.nan)
+    for name in results.keys() & {"logsumexp", "max_logits"}:
+        x = results[name]
+        right = (x[:, B * T :] == -jnp.inf).all()
+        rows[name] = jnp.where(right, x[:, : B * T].reshape(H, B, T).swapaxes(0, 1), jnp.nan)
     if "attention_weights" in results:
         weights = results["attention_weights"]
         inside = weights[:, : B * T, : B * S].reshape(H, B, T, B, S)

@@ -39,8 +39,8 @@ def compiled(name: tuple[str, ...] | str) -> Callable[[], None]:
         program = jax.jit(problem.program(SUBJECT.make(problem.metadata))).lower(*problem.arguments).compile()
 
     def check() -> None:
-        out, lse, _ = jax.tree.map(np.asarray, program(*problem.arguments))
-        problem.check_output(out, lse)
+        out, by_query, _ = jax.tree.map(np.asarray, program(*problem.arguments))
+        problem.check_output(out, by_query)
 
     return check
 

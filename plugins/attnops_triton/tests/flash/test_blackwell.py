@@ -47,7 +47,7 @@ FORWARD = [
     pytest.param((300, 700, 2, 2, 128), {"mask": Causal()}, id="more keys than queries", marks=SLOW),
     pytest.param((600, 600, 2, 1, 64), {"mask": documents(600), "logits_soft_cap": 3.0}, id="cap, ids", marks=SLOW),
     pytest.param((512, 512, 1, 1, 64), {"mask": documents(512)}, id="documents", marks=SLOW),
-    pytest.param((300, 300, 2, 2, 64), {"mask": Causal(), "sinks": np.array([0.5, -1.0], np.float32)}, id="sinks",
+    pytest.param((300, 300, 2, 2, 64), {"mask": Causal(), "sinks": np.array([0.5, 9.0], np.float32)}, id="sinks",
                  marks=SLOW),
 ]  # fmt: skip
 
@@ -65,13 +65,14 @@ def test_simulated_blackwells_forward_is_right(
     k, v = (rng.normal(size=(2, S, K, D)).astype(np.float32) for _ in range(2))
     operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", interpret=True))
     with target("sm_100"):
-        found = jax.block_until_ready(operation(q, k, v, return_lse=True, **options))
+        found = jax.block_until_ready(operation(q, k, v, return_lse=True, return_max_logits=True, **options))
     assert run
     mask = options.get("mask")
     dense = None if mask is None else np.asarray(mask.dense(2, H, T, S))
     expected = attention(q, k, v, mask=dense, **{name: x for name, x in options.items() if name != "mask"})
     np.testing.assert_allclose(found.attention_outputs, expected.out, atol=5e-6)
     np.testing.assert_allclose(found.logsumexp, expected.logsumexp, atol=5e-6)
+    np.testing.assert_allclose(found.max_logits, expected.max_logits, atol=5e-6)
 
 
 BACKWARD = [

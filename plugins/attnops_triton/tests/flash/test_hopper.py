@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from specialised_kernels import (
+    NAME,
     SLOW,
     both,
     check_figures,
@@ -24,6 +25,7 @@ from specialised_kernels import (
 )
 from triton_mistakes import with_mistakes
 
+from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
 from attnops_testing import attention, attention_gradients
 from attnops_triton import versions
@@ -86,6 +88,22 @@ def test_simulated_they_are_right(
     expected = attention_gradients(q, k, v, d_out=d_out, mask=dense, **rest).values
     for own, name in zip(found[1:], ("query", "key", "value"), strict=True):
         np.testing.assert_allclose(own, expected[name], atol=2e-5)
+
+
+@pytest.mark.slow
+def test_simulated_the_largest_scores_are_without_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = names_of_simulated(monkeypatch)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 200, 2, 64)).astype(np.float32) for _ in range(3))
+    sinks = np.array([0.5, 9.0], np.float32)  # below and above the largest scores
+    operation: Any = OperationRegistry.create(NAME, OperationMetadata(platform="cuda", interpret=True))
+    with target("sm_90"):
+        found = operation(q, k, v, mask=Causal(), sinks=sinks, return_lse=True, return_max_logits=True)
+        jax.block_until_ready(found)
+    assert run
+    expected = attention(q, k, v, mask=np.tril(np.ones((1, 1, 200, 200), bool)), sinks=sinks)
+    for actual, exact in ((found.max_logits, expected.max_logits), (found.logsumexp, expected.logsumexp)):
+        np.testing.assert_allclose(actual, exact, atol=5e-6)
 
 
 @pytest.mark.parametrize("D", [pytest.param(16, id="ordinary"), pytest.param(64, id="specialised", marks=SLOW)])

@@ -57,6 +57,7 @@ class NativeFlash(FlashBackend):
             problems_per_tile=problems_per_tile, map_shape=maps,
             dtype=jnp.dtype(jnp.bfloat16 if is_bfloat16 else jnp.float32), is_partial=call.is_partial,
             precision=lax.Precision.HIGHEST if metadata.precision is None else metadata.precision,
+            max_logits=call.max_logits,
         )  # fmt: skip
         # Outside `jax.jit` numbers are data, so that new ones compile nothing; inside, constants make better programs.
         is_data = not is_staged()
@@ -115,8 +116,8 @@ class NativeFlash(FlashBackend):
 
     def forward(self, plan: NativePlan, operands: Operands) -> Result:
         query, key, value, arrays, schedule = operands
-        out, *statistics = forward(plan, query, from_arrays(plan, key, value), arrays, schedule[0])
-        return out, tuple(statistics)
+        out, lse, residual, *highest = forward(plan, query, from_arrays(plan, key, value), arrays, schedule[0])
+        return out, (lse, residual), *highest
 
     def gradients(
         self,

@@ -34,7 +34,7 @@ def contribution(call: FlashCall, lse: jax.Array, lse_residual: jax.Array) -> Co
         lse_residual: the rounding error of ``lse``, float32 [B, H, T].
     """
     backend = NativeFlash()
-    call = backend.fit(call.replace(is_partial=True))
+    call = backend.fit(call.replace(is_partial=True, max_logits=False))
     plan = backend.plan(call)
     operands = Operands(call.query, call.key, call.value, backend.arrays(plan, call), coverage_of(call, plan))
     if plan.scoring.holds_function:

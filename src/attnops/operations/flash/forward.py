@@ -75,8 +75,9 @@ class _Softmax(NamedTuple):
 def forward(
     plan: NativePlan, query: jax.Array, load_key_value: LoadKeyValue, arrays: NativeArrays,
     schedule: NativeTileSchedule, of_rows: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """The output [B, T, H, Dv]; the logsumexp and its rounding error, [B, H, T] float32.
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """The output [B, T, H, Dv]; the logsumexp, its rounding error and, with ``plan.max_logits``, the largest scores,
+    [B, H, T] float32.
 
     The output has the query's dtype; float32 for a partial softmax. O(T) temporaries. The rounding error is returned
     because with scores near −1e38 (a large negative bias used as a mask), float32 rounding loses log(l), which the
@@ -99,7 +100,7 @@ def forward(
     numbers = numbers_of(scoring, arrays)
     score_unit = 1.0 if scoring.has_cap_or_bias or numbers.scale_residual is None else numbers.scale_residual
 
-    def row(i: Index, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def row(i: Index, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         group, q_tile = quotient_and_remainder(i, plan.nq)
         q_ = numbers.fold_scale(load(plan, q, group, q_tile, plan.bq, query.dtype), plan.dtype)  # [P, R, D]
 
@@ -136,22 +137,29 @@ def forward(
         none = zeros(query, (plan.problems_per_tile, plan.R))
         start = _Softmax(zeros(query, (plan.problems_per_tile, plan.R, plan.Dv)), none - jnp.inf, none)
         acc, m, l = for_active_tiles(schedule, plan.map_index(group), q_tile, step, start)
-        out, lse, lse_residual = finish(score_unit * m, l, acc, None if sinks is None else sinks[group])
+        m = score_unit * m
+        out, *found = finish(m, l, acc, None if sinks is None else sinks[group])
+        if plan.max_logits:
+            found.append(largest(m, l))
         return (
             store(plan, state[0], group, q_tile, plan.bq, out, out_dtype),
-            store_rows(plan, state[1], group, q_tile, lse),
-            store_rows(plan, state[2], group, q_tile, lse_residual),
+            *(store_rows(plan, x, group, q_tile, new) for x, new in zip(state[1:], found, strict=True)),
         )
 
     rows = zeros(query, (plan.B * plan.K, plan.nq, plan.R))
-    state = empty(q, plan.H, plan.Dv, out_dtype), rows, rows
-    out, lse, lse_residual = lax.fori_loop(0, plan.groups * plan.nq, row, state)
-    return unpack(out, plan.T, out_dtype), unpack_rows(plan, lse), unpack_rows(plan, lse_residual)
+    state = empty(q, plan.H, plan.Dv, out_dtype), *[rows] * (2 + plan.max_logits)
+    out, *found = lax.fori_loop(0, plan.groups * plan.nq, row, state)
+    return unpack(out, plan.T, out_dtype), *(unpack_rows(plan, x) for x in found)
 
 
 def _finite(m: jax.Array) -> jax.Array:
     """``m``, and 0 where it is −inf: exp(−inf − 0) is 0, where exp(−inf + inf) is NaN."""
     return jnp.where(m == -jnp.inf, 0.0, m)
+
+
+def largest(m: jax.Array, l: jax.Array) -> jax.Array:
+    """The largest scores ``m``; NaN where ``l`` is: with a score that is NaN or +inf."""
+    return jnp.where(jnp.isnan(l), jnp.nan, m)
 
 
 def finish(

@@ -88,8 +88,9 @@ class FlashAttention(OperationImpl):
         check_named(FlashAttention.run_backend, options)
         backend = self.backend(forward)
         assert backend is not None
-        out, lse, _ = attention(backend, FlashCall.of(self.metadata, query, key, value, options), contribution)
-        return OperationOutput(out, None, lse if options.get("return_lse") else None)
+        call = FlashCall.of(self.metadata, query, key, value, options)
+        out, lse, _, *highest = attention(backend, call, contribution)
+        return OperationOutput(out, None, lse if options.get("return_lse") else None, *highest)
 
     def run_partial(self, forward: str, call: Call) -> PartialSoftmax:
         """See `OperationImpl.partial`."""

@@ -77,6 +77,7 @@ class NativePlan:
         scoring: what changes scores.
         overlaps: whether the last tile of keys ends at S and so overlaps the tile before, for keys that can't be
             padded. Else it ends beyond S.
+        max_logits: whether the forward pass returns the largest scores.
     """
 
     B: int
@@ -95,6 +96,7 @@ class NativePlan:
     precision: jax.lax.PrecisionLike
     scoring: NativeScoring = dataclasses.field(default_factory=NativeScoring)
     overlaps: bool = False
+    max_logits: bool = False
 
     @property
     def G(self) -> int:

@@ -22,7 +22,7 @@ from attnops.dispatch.result import check_output
 from attnops.errors import Reason, UnsupportedError
 from attnops.masks.at import At
 from attnops.masks.base import Mask
-from attnops.output import OperationOutput
+from attnops.output import OPTIONAL_FIELDS, OperationOutput
 from attnops.partition.boundary import (
     Boundary,
     Entry,
@@ -144,7 +144,7 @@ def run_over_cache(
     by_head = PartitionSpec(boundary.batch, boundary.heads)
     of_new = None if new is None else placement.specs_of_new(cache, source.is_packed)
     of_cache = placement.specs(cache)
-    fields = {"attention_outputs": by_query, "attention_weights": by_head, "logsumexp": by_head}
+    fields = {"attention_outputs": by_query} | dict.fromkeys(OPTIONAL_FIELDS.values(), by_head)
     wanted, written = wanted_fields(options), () if new is None else tuple(new.tokens)
     group = query.shape[2] // cache.kv_heads
 
@@ -170,7 +170,8 @@ def run_over_cache(
         part = joined(partial_on_device(operation, forward, call), keys)
         if sinks is not None:
             part = with_sinks(part, sinks)
-        return fields_of(OperationOutput(part.out.astype(query.dtype), None, part.lse), wanted)
+        output = OperationOutput(part.out.astype(query.dtype), None, part.lse, part.max_logits)
+        return fields_of(output, wanted)
 
     key = operation.program_key(forward)
     # Nothing is differentiated, and kernels may have carries that don't vary as the check wants.
@@ -201,16 +202,18 @@ def may_step(boundary: Boundary | None, cache: Cache) -> bool:
 def joined(part: PartialSoftmax, axes: Entry) -> PartialSoftmax:
     """The partial softmaxes of the devices along mesh axes as one; inside `jax.shard_map`."""
     names = names_of(axes)
+    highest = jax.tree.map(lambda x: lax.pmax(x, names), part.max_logits)
     if part.out.shape[1] > _GATHERED:
         m = lax.pmax(part.lse, names)
         l = exp_sum(part.lse, part.lse_residual, m).swapaxes(1, 2)[..., None]
         sums = lax.psum(jnp.concatenate([part.out * l, l], axis=-1), names)
         out, l = sums[..., :-1], sums[..., -1:]
         out = jnp.where(l != 0, out / jnp.where(l != 0, l, 1.0), 0.0)  # != 0: NaN too
-        return PartialSoftmax(out, *log_sum(m, l[..., 0].swapaxes(1, 2)))
+        return PartialSoftmax(out, *log_sum(m, l[..., 0].swapaxes(1, 2)), highest)
     rows = (x.swapaxes(1, 2)[..., None] for x in (part.lse, part.lse_residual))
     parts = lax.all_gather(jnp.concatenate([part.out, *rows], axis=-1), names)  # [devices, B, T, H, Dv + 2]
-    return merge(*(PartialSoftmax(x[..., :-2], *(x[..., i].swapaxes(1, 2) for i in (-2, -1))) for x in parts))
+    merged = merge(*(PartialSoftmax(x[..., :-2], *(x[..., i].swapaxes(1, 2) for i in (-2, -1))) for x in parts))
+    return merged._replace(max_logits=highest)
 
 
 def _check_partial(keys: Entry, options: Options) -> None:

@@ -41,7 +41,7 @@ def run_on_device(
 
 
 def partial_on_device(operation: OperationImpl, forward: str, call: Call) -> PartialSoftmax:
-    """The partial softmax over the keys that the cache has; the call is without sinks and flags."""
+    """The partial softmax over the keys that the cache has; the call is without sinks, ``return_lse`` and weights."""
     if in_place_reasons(operation, forward, attention_request(call)):
         args, options = arrays_of(call)
         return _in_bthd(operation).partial(*args, **options)
@@ -50,7 +50,7 @@ def partial_on_device(operation: OperationImpl, forward: str, call: Call) -> Par
     check_output(type(operation).__name__, shapes_of(call), call.options, output)
     assert output.logsumexp is not None
     out = output.attention_outputs.astype(jnp.float32)
-    return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp))
+    return PartialSoftmax(out, output.logsumexp, jnp.zeros_like(output.logsumexp), output.max_logits)
 
 
 def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:

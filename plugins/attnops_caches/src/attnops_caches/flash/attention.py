@@ -107,8 +107,8 @@ def _window(mask: Mask | None) -> int | None:
     return None
 
 
-def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> tuple[jax.Array, jax.Array]:
-    """The output [B, T, H, Dv] and the logsumexp, float32 [B, H, T].
+def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> whole.Results:
+    """The output [B, T, H, Dv]; the logsumexp, its rounding error and, if asked for, the largest scores, [B, H, T].
 
     Args:
         call: for scores by slot; key and value have shape and dtype only.
@@ -119,10 +119,9 @@ def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> tu
     plan = dataclasses.replace(backend.plan(call), overlaps=True)
     given = call.query, loader, backend.arrays(plan, call), backend.schedule(plan, call)[0]
     if plan.scoring.holds_function:
-        out, lse, _ = call_once(functools.partial(_forward, plan, backend), given)
-    else:
-        out, lse, _ = _compiled(plan, backend, *given)
-    return out, lse
+        results: whole.Results = call_once(functools.partial(_forward, plan, backend), given)
+        return results
+    return _compiled(plan, backend, *given)
 
 
 def _forward(
@@ -132,11 +131,11 @@ def _forward(
     loader: TileLoader,
     arrays: NativeArrays,
     schedule: NativeTileSchedule,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> whole.Results:
     def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
         return loader.load(_tile_at(plan, backend, group, kv_tile))
 
-    def in_tiles() -> tuple[jax.Array, jax.Array, jax.Array]:
+    def in_tiles() -> whole.Results:
         return forward(plan, query, load_key_value, arrays, schedule, of_rows=backend.is_packed)
 
     rows = loader.store if isinstance(loader, StoreLoader) and loader.table is None else None
@@ -170,19 +169,20 @@ class NativeFlashReader(CacheReader):
             yield Reason("cache", cache_of(request).storage, "has no loader of tiles", "define its loader()")
 
     def attend(
-        self, operation: FlashAttention, query: jax.Array, cache: Cache, **options: Unpack[CacheOptions]
-    ) -> OperationOutput:
+        self, operation: FlashAttention, query: jax.Array, cache: Cache, *, return_max_logits: bool = False,
+        **options: Unpack[CacheOptions],
+    ) -> OperationOutput:  # fmt: skip
         """See `CacheReader.attend`."""
         is_packed = query.shape[0] == 1 and cache.batch > 1
         rows = (1, cache.batch * cache.length) if is_packed else (cache.batch, cache.length)
         key, value = (jax.ShapeDtypeStruct((*rows, cache.kv_heads, d), query.dtype) for d in
                       (cache.head_dim, cache.value_head_dim))  # fmt: skip
         options["mask"] = by_query(options["mask"], (key.shape[0], query.shape[2], query.shape[1], key.shape[1]))
-        call = FlashCall.of(operation.metadata, query, key, value, options)
+        call = FlashCall.of(operation.metadata, query, key, value, options).replace(max_logits=return_max_logits)
         loader = cache.loader()
         assert loader is not None
-        out, lse = cached_attention(call, loader, is_packed)
-        return OperationOutput(out, None, lse if options.get("return_lse") else None)
+        out, lse, _, *highest = cached_attention(call, loader, is_packed)
+        return OperationOutput(out, None, lse if options.get("return_lse") else None, *highest)
 
 
 READERS[FlashAttention] = {"native": NativeFlashReader()}

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.operations.flash.forward import finish
+from attnops.operations.flash.forward import finish, largest
 from attnops.operations.flash.operands import NativeArrays, numbers_of, zeros
 from attnops.operations.flash.plan import NativePlan
 from attnops.operations.flash.tile_schedule import NativeTileSchedule
 from attnops_caches.store import Store
 
-# Output [B, T, H, Dv], logsumexp and its rounding error [B, H, T].
-Results = tuple[jax.Array, jax.Array, jax.Array]
+# Those of `attnops.operations.flash.forward.forward`.
+Results = tuple[jax.Array, ...]
 
 # The share of tiles that must be active: below, a loop over active tiles is faster.
 _LEAST_ACTIVE: Final = 0.75
@@ -53,7 +53,7 @@ def attend_or(
     def skip() -> Results:
         nan = zeros(query, (plan.B, plan.T, plan.H, plan.Dv)) + jnp.nan
         rows = zeros(query, (plan.B, plan.H, plan.T))
-        return nan.astype(query.dtype), rows, rows
+        return nan.astype(query.dtype), *[rows] * (2 + plan.max_logits)
 
     results = lax.cond(is_dense, lambda: attend(plan, query, store, arrays), skip)
     return lax.cond(jnp.isfinite(results[0]).all(), lambda: results, in_tiles)
@@ -86,6 +86,7 @@ def attend(plan: NativePlan, query: jax.Array, store: Store, arrays: NativeArray
     acc = plan.product(weights, v, 2, 1)  # [B · K, R, Dv]
     sinks = None if arrays.sinks is None else jnp.tile(jnp.repeat(arrays.sinks.reshape(K, G), T, axis=1), (B, 1))
     out, *rows = finish(m, l, acc, sinks)
+    if plan.max_logits:
+        rows.append(largest(m, l))
     out = out.reshape(B, K, G, T, plan.Dv).transpose(0, 3, 1, 2, 4).reshape(B, T, H, plan.Dv)
-    lse, residual = (x.reshape(B, H, T) for x in rows)
-    return out.astype(query.dtype), lse, residual
+    return out.astype(query.dtype), *(x.reshape(B, H, T) for x in rows)

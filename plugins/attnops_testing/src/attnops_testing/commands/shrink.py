@@ -117,7 +117,7 @@ class _Search:
         except BaseException as error:
             pass_interrupt(error)
             return None
-        gradients = subject.gradients and not self._kind.startswith(("attention_", "logsumexp"))
+        gradients = subject.gradients and not self._kind.startswith(("attention_", "logsumexp", "max_"))
         outcome = attempt("", lambda: problem.check(operation, gradients, subject.compiler_options))
         same = outcome.status is Status.WRONG and _kind(outcome) == self._kind
         return outcome.detail if same else None

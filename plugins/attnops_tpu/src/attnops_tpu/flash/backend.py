@@ -14,7 +14,7 @@ from jax import lax
 
 from attnops.biases import Bias
 from attnops.dropout import dropout_step
-from attnops.kernels import FlashBackend, FlashCall, Operands, describe, map_shape
+from attnops.kernels import FlashBackend, FlashCall, Operands, Result, describe, map_shape
 from attnops_tpu.flash.backward import Inputs, backward
 from attnops_tpu.flash.bias_gradient import bias_gradients
 from attnops_tpu.flash.forward import forward
@@ -63,7 +63,7 @@ class PallasFlash(FlashBackend):
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_partial=call.is_partial,
             scoring=scoring, precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale,
             interpret=metadata.interpret, strided_rotation=generation().strided_rotation,
-            bounds_checks=bounds_checks(), sequential=generation().cores == 1,
+            bounds_checks=bounds_checks(), sequential=generation().cores == 1, max_logits=call.max_logits,
             **tiles._asdict(),
         )  # fmt: skip
 
@@ -76,12 +76,12 @@ class PallasFlash(FlashBackend):
             return schedules
         return schedules._replace(by_score=by_score(plan, call.mask, _array_bias(call.bias).shape))
 
-    def forward(self, plan: FlashPlan, operands: Operands) -> tuple[jax.Array, PyTree]:
+    def forward(self, plan: FlashPlan, operands: Operands) -> Result:
         query, key, value, arrays, schedules = operands
         q, k, v = _heads_first(_scaled(plan, query), plan.Tp), _heads_first(key, plan.Sp), _heads_first(value, plan.Sp)
         out, rows = forward(plan, q, k, v, arrays, schedules.forward)
-        lse, log2_residual = (rows[:, :, i, : plan.T] for i in range(2))
-        return out[:, :, : plan.T].swapaxes(1, 2), (lse, log2_residual * LN2)
+        lse, log2_residual, *highest = (rows[:, :, i, : plan.T] for i in range(plan.rows))
+        return out[:, :, : plan.T].swapaxes(1, 2), (lse, log2_residual * LN2), *highest
 
     def gradients(
         self, plan: FlashPlan, wants_bias: bool, operands: Operands, statistics: PyTree, delta: jax.Array,

@@ -66,14 +66,14 @@ class ForwardRefs(NamedTuple):
     v: Any  # [bk, Dv], the previous tile's values
     previous_arrays: Arrays  # the previous tile's dropout, and sinks
     out: Any  # [bq, Dv], the output of the previous tile's row
-    rows: Any  # [2, bq], its logsumexp and the rounding error
+    rows: Any  # [plan.rows, bq], its logsumexp, the rounding error and, if asked for, the largest scores
     state: TileState  # the online softmax so far, and the scores of the previous tile
 
 
 def forward(
     plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, chunks: tuple[TileSchedule, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The output, and the logsumexp with its rounding error.
+    """The output, and numbers per query: the logsumexp, its rounding error and, if asked for, the largest scores.
 
     Args:
         plan: the plan of the call.
@@ -85,8 +85,8 @@ def forward(
 
     Returns:
         The output [B, H, Tp, Dv], in the query's dtype, or float32 for a partial softmax; and, float32
-        [B, H, 2, Tp], the logsumexp and its rounding error, as an exponent of two. At a score of 1e5 the error is as
-        large as the logarithms of weights.
+        [B, H, plan.rows, Tp], the logsumexp, its rounding error as an exponent of two (at a score of 1e5 it is as large
+        as the logarithms of weights), and the largest scores.
     """
     results = zip(*(_rows(plan, q, k, v, arrays, schedule) for schedule in chunks), strict=True)
     return tuple(  # type: ignore[return-value]
@@ -141,8 +141,8 @@ def _references(
         ),
         # One array, since each costs every step some 15 bundles.
         rows=Output(
-            output_like(q, (plan.B, plan.H, 2, plan.Tp), jnp.float32),
-            pl.BlockSpec((None, None, 2, plan.bq), row_index),
+            output_like(q, (plan.B, plan.H, plan.rows, plan.Tp), jnp.float32),
+            pl.BlockSpec((None, None, plan.rows, plan.bq), row_index),
         ),
         state=TileState(
             scores=pltpu.VMEM((plan.bk, plan.bq), jnp.float32),
@@ -203,7 +203,7 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
     assert refs.k.shape == (plan.bk, plan.D)
     assert refs.v.shape == (plan.bk, plan.Dv)
     assert refs.out.shape == (plan.bq, plan.Dv)
-    assert refs.rows.shape == (2, plan.bq)
+    assert refs.rows.shape == (plan.rows, plan.bq)
     assert refs.state.scores.shape == (plan.bk, plan.bq)
     assert refs.state.acc.shape == (plan.Dv, plan.bq)
     entries, state = refs.entries, refs.state
@@ -329,6 +329,10 @@ def _finish(plan: FlashPlan, refs: ForwardRefs, sink: Leaf) -> None:
     m, c = _finite(state.m_before[:1]), log2_unit(plan)
     l = state.l[...].sum(axis=0, keepdims=True)
     sees_any, acc = l != 0, state.acc[...]  # NaN too
+    if plan.max_logits:
+        # A row without tiles may still have the maximum of the row before it.
+        highest = jnp.where(sees_any, m * score_unit(plan), -jnp.inf)
+        refs.rows[2:] = jnp.where(l == l, highest, jnp.nan)
     if sink is not None:
         sink = sink * (1 / score_unit(plan))
         new_m = jnp.maximum(m, sink)
@@ -340,7 +344,7 @@ def _finish(plan: FlashPlan, refs: ForwardRefs, sink: Leaf) -> None:
     refs.out[...] = jnp.where(sees_any, acc * (1 / l), 0.0).T.astype(refs.out.dtype)
     refs.rows[:1] = jnp.where(sees_any, logsumexp, -jnp.inf)
     residual = (m - logsumexp * (1 / score_unit(plan))) * c + jnp.log2(l)
-    refs.rows[1:] = jnp.where(sees_any, residual, 0.0)
+    refs.rows[1:2] = jnp.where(sees_any, residual, 0.0)
 
 
 def _clear(state: TileState) -> None:

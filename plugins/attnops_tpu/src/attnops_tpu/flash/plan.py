@@ -48,11 +48,17 @@ class FlashPlan:
     interpret: bool  # whether kernels run in Pallas's interpreter
     bounds_checks: bool  # whether kernels check that their accesses are in bounds
     vmem: int  # the most bytes of vector memory that a kernel may use
+    max_logits: bool = False  # whether the largest scores are asked for
 
     @property
     def out_dtype(self) -> np.dtype:
         """The dtype of the output, and of the gradients of keys and values."""
         return np.dtype(np.float32) if self.is_partial else self.dtype
+
+    @property
+    def rows(self) -> int:
+        """The numbers per query that the forward pass returns in addition to the output."""
+        return 3 if self.max_logits else 2
 
     @property
     def G(self) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops.dropout import dropout_step
-from attnops.kernels import FlashBackend, FlashCall, Operands, describe
+from attnops.kernels import FlashBackend, FlashCall, Operands, Result, describe
 from attnops_triton.flash.backward import Inputs, by_key, by_query, fused
 from attnops_triton.flash.bias_gradient import array_gradient, table_gradient
 from attnops_triton.flash.bits import is_translatable
@@ -82,7 +82,7 @@ class TritonFlash(FlashBackend):
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, forward=tiles[0], by_query=tiles[1], by_key=tiles[2],
             by_score=tiles[3], dtype=dtype.name, is_partial=call.is_partial, scale=call.scale,
             tf32=metadata.precision == lax.Precision.DEFAULT, scoring=scoring, bit_mask=bit_mask, arch=arch,
-            interpret=metadata.interpret, unordered=is_unordered(),
+            interpret=metadata.interpret, unordered=is_unordered(), max_logits=call.max_logits,
         )  # fmt: skip
 
     def arrays(self, plan: FlashPlan, call: FlashCall) -> Arrays:
@@ -91,10 +91,10 @@ class TritonFlash(FlashBackend):
     def schedule(self, plan: FlashPlan, call: FlashCall) -> TileSchedules:
         return tile_schedules(plan, call.mask)
 
-    def forward(self, plan: FlashPlan, operands: Operands) -> tuple[jax.Array, PyTree]:
+    def forward(self, plan: FlashPlan, operands: Operands) -> Result:
         query, key, value, arrays, schedules = operands
-        out, m, log2_sum = forward(plan, query, key, value, arrays, schedules.forward)
-        return out, (m, log2_sum)
+        out, m, log2_sum, *highest = forward(plan, query, key, value, arrays, schedules.forward)
+        return out, (m, log2_sum), *(x * plan.score_unit for x in highest)
 
     def logsumexp(self, plan: FlashPlan, statistics: PyTree) -> tuple[jax.Array, jax.Array]:
         m, log2_sum = statistics

@@ -25,8 +25,8 @@ from attnops_triton.targets import TENSOR_MEMORY
 @folds_batch
 def forward(
     plan: FlashPlan, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, schedule: TileSchedule
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The output, and the logsumexp as two terms.
+) -> tuple[jax.Array, ...]:
+    """The output, the logsumexp as two terms and, if asked for, the largest scores.
 
     The backward pass recomputes weights from both terms. Their float32 sum would be too imprecise for large scores.
 
@@ -41,7 +41,8 @@ def forward(
     Returns:
         The output [B, T, H, Dv]; ``m`` [B, H, T] float32, the largest score of each query (sinks included) divided by
         ``plan.score_unit``, −inf if the query is fully masked; and ``log2_sum`` [B, H, T] float32, log2 of the sum of
-        exponentials relative to ``m``.
+        exponentials relative to ``m``. With ``plan.max_logits`` also ``m`` [B, H, T] without sinks, NaN where a score
+        is NaN or +inf.
     """
     operands = [
         Operand("q", q),
@@ -57,6 +58,8 @@ def forward(
         "m_out": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
         "log2_sum_out": jax.ShapeDtypeStruct((plan.B, plan.H, plan.T), jnp.float32),
     }
+    if plan.max_logits and arrays.sinks is not None:
+        outputs["max_out"] = outputs["m_out"]
     sizes, programs = sizes_by_query(plan, plan.forward)
     function, options = attnops_flash_forward, dict[str, Any]()
     if plan.forward.specialised:
@@ -67,4 +70,8 @@ def forward(
         plan, plan.forward, function, operands, outputs, programs, sizes | schedule_sizes(schedule),
         map_by_head=schedule.map_shape[1] > 1, **options,
     )  # fmt: skip
-    return results["out"], results["m_out"], results["log2_sum_out"]
+    m, log2_sum = results["m_out"], results["log2_sum_out"]
+    if not plan.max_logits:
+        return results["out"], m, log2_sum
+    highest = results["max_out"] if "max_out" in results else jnp.where(jnp.isnan(log2_sum), jnp.nan, m)
+    return results["out"], m, log2_sum, highest

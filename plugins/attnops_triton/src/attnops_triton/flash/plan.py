@@ -68,6 +68,7 @@ class FlashPlan:
         arch: the architecture to compile for, such as ``"sm_90"``; empty for this machine's GPU.
         interpret: whether kernels run in Triton's interpreter.
         unordered: whether gradients may be summed in any order (`attnops_triton.flash.order`).
+        max_logits: whether the largest scores are asked for.
     """
 
     B: int
@@ -91,6 +92,7 @@ class FlashPlan:
     arch: str = ""
     interpret: bool = False
     unordered: bool = False
+    max_logits: bool = False
 
     @property
     def G(self) -> int:

@@ -39,6 +39,7 @@ from attnops_triton.flash.kernels.scores import (
     load_sink,
     load_values,
     new_maximum,
+    store_maximum,
     values_of,
     weights,
 )
@@ -215,14 +216,15 @@ def correct(x, n, program, tiles, shared, options: gl.constexpr):
         phase = phase ^ 1
     for half in gl.static_range(2):
         mbarrier.wait(own.ml_ready.index(half), 0)
-        m = own.m.index(half).load(options.sums_row_layout)
-        l = own.l.index(half).load(options.sums_row_layout)
-        m, l, factor, seen = denominator(load_sink(x, n, program, options), m, l, options)
+        highest = own.m.index(half).load(options.sums_row_layout)
+        sum_before = own.l.index(half).load(options.sums_row_layout)
+        m, l, factor, seen = denominator(load_sink(x, n, program, options), highest, sum_before, options)
         first = shared.first + half * options.rows
         index = first + gl.arange(0, options.rows, layout=options.sums_row_layout)
         q = Tokens(first, index, index, n.T)
         store_token(x.m_out, n, program, q, gl.where(seen, m, float("-inf")), options)
         store_token(x.log2_sum_out, n, program, q, gl.log2(l), options)
+        store_maximum(x, n, program, q, highest, sum_before, options)
         mbarrier.wait(own.done.index(half), 0)
         for start in gl.static_range(0, D, chunk):
             acc = own.acc.index(half).slice(start, chunk)

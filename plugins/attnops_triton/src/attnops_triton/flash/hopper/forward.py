@@ -32,6 +32,7 @@ from attnops_triton.flash.kernels.scores import (
     load_values,
     new_maximum,
     score_tile,
+    store_maximum,
     values_of,
     weights,
 )
@@ -96,6 +97,7 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
         acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
         m = state.m
         l = state.l
+    store_maximum(x, n, program, q, m, l, options)
     m, l, factor, seen = denominator(load_sink(x, n, program, options), m, l, options)
     acc = acc * gl.convert_layout(factor, options.sums_row_layout)[:, None]
     out = shared.held[0].tile.index(group)

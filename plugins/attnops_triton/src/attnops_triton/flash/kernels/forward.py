@@ -16,6 +16,7 @@ from attnops_triton.flash.kernels.scores import (
     new_maximum,
     product,
     score_tile,
+    store_maximum,
     values_of,
     weights,
     zero_masked_tokens,
@@ -43,6 +44,7 @@ def attnops_flash_forward(x, n, options: tl.constexpr):
     l = tl.full([options.bq], 0.0, tl.float32)
     acc = zeros(options.bq, True, options)
     m, l, acc = over_tiles(attend, (m, l, acc), x, n, program, q, rows, values, options)
+    store_maximum(x, n, program, q, m, l, options)
     m, l, factor, seen = denominator(load_sink(x, n, program, options), m, l, options)
     store_rows(x.out, n, program, q, acc, factor[:, None], options.plan.H, True, True, options.out_dtype, options)
     store_token(x.m_out, n, program, q, tl.where(seen, m, float("-inf")), options)

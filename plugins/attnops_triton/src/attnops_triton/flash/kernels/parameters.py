@@ -26,7 +26,7 @@ _POINTERS: Final = (
     "ranges", "columns", "words", "first",  # of `attnops_triton.flash.tile_schedule.TileSchedule`
     "coverage", "numbers",  # of `attnops_triton.flash.tile_schedule.EveryTile`
     "dq_before",  # zeros, to which dq is added in place
-    "out", "m_out", "log2_sum_out",  # of the forward pass
+    "out", "m_out", "log2_sum_out", "max_out",  # of the forward pass
     "dq", "dk", "dv",
     "dq_bias", "dk_bias",  # the gradients of the bias's values, [B, H, T] and [B, H, S] each
     "d_array", "sums",  # the gradients of the bias by score and by distance
@@ -244,7 +244,7 @@ def options_of(
     layouts = [(x.name, ArrayLayout(count, i)) for i, (x, count) in enumerate(zip(operands, heads, strict=True))]
     bare = dataclasses.replace(
         plan, B=0, inner=0, T=0, S=0, forward=tiles, by_query=tiles, by_key=tiles, by_score=tiles, arch="",
-        tf32=plan.tf32 and plan.dtype == "float32", unordered=False,
+        tf32=plan.tf32 and plan.dtype == "float32", unordered=False, max_logits=False,
         scoring=dataclasses.replace(scoring, mask=None, bias=None, sinks=False),
     )  # fmt: skip
     return kind(

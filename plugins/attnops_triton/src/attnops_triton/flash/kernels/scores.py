@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.standard import _elementwise_max as largest
 
-from attnops_triton.flash.kernels.tokens import base, by_key, by_query, load_token
+from attnops_triton.flash.kernels.tokens import base, by_key, by_query, load_token, store_token
 
 
 class Values(NamedTuple):
@@ -275,6 +275,13 @@ def load_sink(x, n, program, options: tl.constexpr):
     if x.sinks is not None:
         sink = tl.load(base(x.sinks, n, program, 1, options.layouts.sinks))
     return sink
+
+
+@triton.jit
+def store_maximum(x, n, program, q, m, l, options: tl.constexpr):
+    """Store ``m`` without sinks, if it is asked for; NaN where a score is NaN or +inf."""
+    if x.max_out is not None:
+        store_token(x.max_out, n, program, q, tl.where(l == l, m, float("nan")), options)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from attnops.kernels.context import TraceContext  # not lazily: its JAX context 
 
 if TYPE_CHECKING:
     from attnops.kernels.block_maps import map_shape, merged, ragged
-    from attnops.kernels.derivatives import Passes, Result, Statistics, attend
+    from attnops.kernels.derivatives import Passes, Result, ReverseInputs, Statistics, attend
     from attnops.kernels.elementwise import Elementwise
     from attnops.kernels.flash import FlashBackend, FlashCall, Operands
     from attnops.kernels.nograd import not_differentiable, once_differentiable
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from attnops.kernels.vmap import Foldable, folds_batch, one_by_one
 
 __all__ = [
-    "Elementwise", "FlashBackend", "FlashCall", "Foldable", "Operands", "Padded", "Passes", "Result", "Scoring",
-    "Statistics", "TraceContext", "attend", "describe", "elementwise_bias", "equally_varying", "folds_batch",
+    "Elementwise", "FlashBackend", "FlashCall", "Foldable", "Operands", "Padded", "Passes", "Result", "ReverseInputs",
+    "Scoring", "Statistics", "TraceContext", "attend", "describe", "elementwise_bias", "equally_varying", "folds_batch",
     "inexact_vjp", "map_shape", "merged", "not_differentiable", "of_bias", "of_mask", "once_differentiable",
     "one_by_one", "output_like", "pad_to_multiple", "ragged", "repair_empty_rows", "unpad", "varies", "zero_unseen",
 ]  # fmt: skip

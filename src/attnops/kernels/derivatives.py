@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,22 @@ Statistics: TypeAlias = tuple[jax.Array, ...]
 Result: TypeAlias = tuple[jax.Array, Statistics, *tuple[jax.Array, ...]]
 
 
+class ReverseInputs(NamedTuple):
+    """What reverse mode computes gradients from, in addition to the arrays.
+
+    Attributes:
+        out: the output [B, T, H, Dv]; None for the gradients of the sum over the keys, at a fixed logsumexp.
+        statistics: of the softmax.
+        d_out: the cotangent of the output, [B, T, H, Dv].
+        d_lse: the cotangent of the logsumexp, or of the sum's weight, float32 [B, H, T].
+    """
+
+    out: jax.Array | None
+    statistics: Statistics
+    d_out: jax.Array
+    d_lse: jax.Array
+
+
 class Passes(abc.ABC):
     """The passes of one call of attention. Static; all arrays are arguments, in a list.
 
@@ -52,25 +68,8 @@ class Passes(abc.ABC):
         """The output [B, T, H, Dv], the statistics of the softmax and, if asked for, the largest scores."""
 
     @abc.abstractmethod
-    def gradients(
-        self,
-        wanted: tuple[int, ...],
-        arrays: list[jax.Array],
-        out: jax.Array | None,
-        statistics: Statistics,
-        d_out: jax.Array,
-        d_lse: jax.Array,
-    ) -> list[jax.Array]:
-        """The gradients of the wanted arrays, by their index in the list.
-
-        Args:
-            wanted: the indices.
-            arrays: the call's arrays.
-            out: the output; None for the gradients of the sum over the keys, at a fixed logsumexp.
-            statistics: of the softmax.
-            d_out: the cotangent of the output, [B, T, H, Dv].
-            d_lse: the cotangent of the logsumexp, or of the sum's weight, float32 [B, H, T].
-        """
+    def gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> list[jax.Array]:
+        """The gradients of the arrays with the indices ``wanted``."""
 
     @abc.abstractmethod
     def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
@@ -111,22 +110,16 @@ def attend(passes: Passes, arrays: Sequence[jax.Array]) -> Result:
 
 
 def gradients(
-    passes: Passes,
-    wanted: tuple[int, ...],
-    arrays: list[jax.Array],
-    out: jax.Array | None,
-    statistics: Statistics,
-    d_out: jax.Array,
-    d_lse: jax.Array,
+    passes: Passes, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs
 ) -> list[jax.Array]:
     """`Passes.gradients`, with derivatives of every order."""
-    leaves, tree = jax.tree.flatten((arrays, out, statistics, d_out, d_lse))
+    leaves, tree = jax.tree.flatten((arrays, given))
 
     def kernel(*given: jax.Array) -> list[jax.Array]:
         return passes.gradients(wanted, *jax.tree.unflatten(tree, given))
 
     def plain(*given: jax.Array) -> list[jax.Array]:
-        arrays, out, statistics, d_out, d_lse = jax.tree.unflatten(tree, given)
+        arrays, (out, statistics, d_out, d_lse) = jax.tree.unflatten(tree, given)
         d_out = d_out.astype(jnp.float32)
         d_weight = d_lse if out is None else d_lse - (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
         contribution = functools.partial(_contribution, passes, wanted, arrays, statistics)
@@ -201,7 +194,7 @@ def _transpose(
 
     def one(*given: jax.Array) -> list[jax.Array]:
         arrays, out, statistics, _ = _split(given[:-2], n, ())
-        return gradients(passes, moving, arrays, out, statistics, *given[-2:])
+        return gradients(passes, moving, arrays, ReverseInputs(out, statistics, *given[-2:]))
 
     like = known[n : n + 2]
     d = [jnp.zeros_like(x) if type(d) is ad.Zero else d for d, x in zip(cotangents, like, strict=True)]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.dropout import ShiftedKey
-from attnops.kernels.derivatives import Passes, Result, Statistics, attend, gradients
+from attnops.kernels.derivatives import Passes, Result, ReverseInputs, Statistics, attend, gradients
 from attnops.kernels.rules import inexact_vjp
 from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask
@@ -196,9 +196,11 @@ class FlashBackend(abc.ABC):
         """`forward`; a backend may compile it."""
         return self.forward(plan, operands)
 
-    def run_gradients(self, plan: BackendPlan, wants_bias: bool, *given: PyTree) -> tuple[PyTree, ...]:
+    def run_gradients(
+        self, plan: BackendPlan, wants_bias: bool, operands: Operands, given: ReverseInputs
+    ) -> tuple[PyTree, ...]:
         """`backward`; a backend may compile it."""
-        return backward(self, plan, wants_bias, *given)
+        return backward(self, plan, wants_bias, operands, given)
 
 
 def backward(
@@ -206,10 +208,7 @@ def backward(
     plan: BackendPlan,
     wants_bias: bool,
     operands: Operands,
-    out: jax.Array | None,
-    statistics: Statistics,
-    d_out: jax.Array,
-    d_lse: jax.Array,
+    given: ReverseInputs,
 ) -> tuple[PyTree, ...]:
     """`FlashBackend.gradients` from the cotangents, with the gradient of sinks.
 
@@ -218,11 +217,9 @@ def backward(
         plan: static description of the call.
         wants_bias: whether the gradients of the bias's arrays are computed.
         operands: the call's operands.
-        out: the output; None for the gradients of the call's contribution, at a fixed logsumexp.
-        statistics: [B, H, T] each.
-        d_out: [B, T, H, Dv].
-        d_lse: the cotangent of the logsumexp, or of the contribution's weight, float32 [B, H, T].
+        given: the results and their cotangents.
     """
+    out, statistics, d_out, d_lse = given
     delta = -d_lse
     if out is not None:
         delta = backend.row_sums(d_out.astype(jnp.float32) * out.astype(jnp.float32)) - d_lse
@@ -302,20 +299,11 @@ class FlashPasses(Passes):
             weight = weight + _sinks_weight(call.sinks.astype(jnp.float32)[None], lse, lse_residual)
         return Contribution(out, weight)
 
-    def gradients(
-        self,
-        wanted: tuple[int, ...],
-        arrays: list[jax.Array],
-        out: jax.Array | None,
-        statistics: Statistics,
-        d_out: jax.Array,
-        d_lse: jax.Array,
-    ) -> list[jax.Array]:
+    def gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> list[jax.Array]:
         call, operands = self._call(arrays)
         bias = range(3, 3 + len(jax.tree.leaves(call.bias)))
         wants_bias = any(i in bias for i in wanted)
-        given = operands, out, statistics, d_out, d_lse
-        *d, d_arrays = self.backend.run_gradients(self.plan, wants_bias, *given)
+        *d, d_arrays = self.backend.run_gradients(self.plan, wants_bias, operands, given)
         d += [None] * len(bias)
         if wants_bias:
 
@@ -374,7 +362,8 @@ def partial_vjp(
     wanted = (0, 1, 2, *(3 + i for i, moves in enumerate(is_inexact) if wants_bias and moves))
     d = d._replace(out=_padded(backend, d.out))
     arrays, lse, lse_residual, d = equally_varying((arrays, lse, lse_residual, d))
-    dq, dk, dv, *d_bias = gradients(passes, wanted, arrays, None, passes.statistics(lse, lse_residual), *d)
+    given = ReverseInputs(None, passes.statistics(lse, lse_residual), *d)
+    dq, dk, dv, *d_bias = gradients(passes, wanted, arrays, given)
     D, Dv = call.query.shape[3], call.value.shape[3]
     dq, dk, dv = (x.astype(jnp.float32) for x in (dq[..., :D], dk[..., :D], dv[..., :Dv]))
     if not wants_bias:

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.kernels import Passes, attend
+from attnops.kernels import Passes, ReverseInputs, attend
 from attnops.softmax import Contribution, PartialSoftmax, contribution, identity
 from attnops_ring.block import Chunks, Extras, Inner, LogSumExp, add, block, block_gradients, concatenate
 
 if TYPE_CHECKING:
-    from attnops.kernels import Result, Statistics
+    from attnops.kernels import Result
     from attnops.typing import Index, Leaf, PyTree
 
 Axis = str | tuple[str, ...]
@@ -107,15 +107,8 @@ class RingPasses(Passes):
         start = (key, value), contribution(identity(query, value), lse, lse_residual)
         return lax.scan(hop, start, jnp.arange(self.hops))[0][1]
 
-    def gradients(
-        self,
-        wanted: tuple[int, ...],
-        arrays: list[jax.Array],
-        out: jax.Array | None,
-        statistics: Statistics,
-        d_out: jax.Array,
-        d_lse: jax.Array,
-    ) -> list[jax.Array]:
+    def gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> list[jax.Array]:
+        out, statistics, d_out, d_lse = given
         inner, n, here = self.inner, self.inner.devices, lax.axis_index(self.axis)
         query, key, value, extras = self._given(arrays)
         wants_bias = any(i > 2 for i in wanted)

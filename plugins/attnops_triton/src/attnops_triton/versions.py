@@ -33,9 +33,9 @@ def missing(interpret: bool) -> Iterable[Reason]:
         yield Reason("triton", "not installed", "the kernels need it", INSTALL)
     elif not (3, 6) <= release(triton) < (3, 10):
         yield Reason("triton", triton, "must be at least 3.6 and below 3.10", "pip install 'triton>=3.6,<3.10'")
-    if not interpret and jax is not None and not (0, 10) <= release(jax) < (0, 13):
-        yield Reason("jax", jax, "must be at least 0.10 and below 0.13, whose launcher of Triton kernels is used",
-                     "pip install 'jax>=0.10,<0.13'")  # fmt: skip
+    if not interpret and jax is not None and not (0, 10, 1) <= release(jax) < (0, 13):
+        yield Reason("jax", jax, "must be at least 0.10.1 and below 0.13, whose launcher of Triton kernels is used",
+                     "pip install 'jax>=0.10.1,<0.13'")  # fmt: skip
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -122,10 +122,10 @@ def test_a_misspelt_option_of_a_partial_softmax_is_refused() -> None:
 def test_sdpa_computes_a_partial_softmax_with_options_of_its_native_forward_alone() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
     found, expected = (
-        OperationRegistry.create(name).partial(x, x, x, logits_soft_cap=2.0, return_lse=False, return_max_logits=True)  # type: ignore[attr-defined]
+        OperationRegistry.create(name).partial(x, x, x, logits_soft_cap=2.0, return_lse=False)  # type: ignore[attr-defined]
         for name in ("sdpa", "vanilla")
     )
-    assert all(jnp.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    assert all(jnp.allclose(a, b, atol=1e-6) for a, b in zip(found[:3], expected[:3], strict=True))
 
 
 def test_a_mesh_and_another_layout_are_refused() -> None:

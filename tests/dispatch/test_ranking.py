@@ -58,6 +58,7 @@ PICKS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "soft cap": ({"logits_soft_cap": 30.0}, (CPU, GPU, GPU, TPU, CPU)),
     "dropout": ({"dropout_key": jax.random.key(0)}, (CPU, GPU, GPU, TPU, CPU)),
     "logsumexp": ({"return_lse": True}, (CPU, GPU, GPU, TPU, CPU)),
+    "max logits": ({"return_max_logits": True}, (CPU, GPU, GPU, TPU, CPU)),
     "weights": ({"return_weights": True}, (CPU, CPU, CPU, CPU, CPU)),
     "decode": ({"T": 1}, (CPU, SDPA, GPU, TPU, SDPA)),
     "D ≠ Dv": ({"Dv": 32}, (CPU, GPU, GPU, TPU, CPU)),

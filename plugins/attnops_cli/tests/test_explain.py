@@ -30,13 +30,15 @@ def test_explain_knows_every_option(run_json: Any) -> None:
         "explain", "vanilla", "--batch", "2", "--query-length", "16", "--key-length", "24", "--heads", "4",
         "--kv-heads", "2", "--head-dim", "8", "--value-head-dim", "12", "--dtype", "bfloat16", "--platform", "tpu",
         "--mode", "prefill", "--mask", "causal", "--bias", "2x1x16x24", "--soft-cap", "30", "--scale", "0.5",
-        "--sinks", "--dropout", "0.25", "--return-lse", "--return-weights", "--interpret",
+        "--sinks", "--dropout", "0.25", "--return-lse", "--return-weights",
+        "--return-max-logits", "--interpret",
     )  # fmt: skip
     expected = {
         "platform": "tpu", "mode": "prefill", "interpret": True, "batch": 2, "query_length": 16, "key_length": 24,
         "heads": 4, "kv_heads": 2, "head_dim": 8, "value_head_dim": 12, "dtypes": ["bfloat16"] * 3,
         "mask_kinds": ["Causal"], "bias_kind": "array", "bias_shape": [2, 1, 16, 24], "bias_dtype": "bfloat16",
         "softmax_scale": 0.5, "logits_soft_cap": 30.0, "sinks": True, "dropout_prob": 0.25, "return_lse": True,
+        "return_max_logits": True,
         "return_weights": True,
     }  # fmt: skip
     assert {name: found["request"][name] for name in expected} == expected

@@ -259,7 +259,10 @@ TOTAL, ENDS = normal(8, H, D), np.array([0, 5, 8])
         ),
         (lambda f: f.flash_attn_with_kvcache(Q, KV, KV, rotary_cos=SLOPES[None]), "are given without k and v"),
         (lambda f: f.flash_attn_with_kvcache(Q, KV[[0, 0]], KV[[0, 0]]), "k_cache has 2 rows and q has batch 1"),
-        (lambda f: f.flash_attn_with_kvcache(Q, KV, KV[:, :5]), "k_cache has shape (1, 6, 2, 8) and v_cache (1, 5, 2, "),
+        (
+            lambda f: f.flash_attn_with_kvcache(Q, KV, KV[:, :5]),
+            "k_cache has shape (1, 6, 2, 8) and v_cache (1, 5, 2, ",
+        ),
         (
             lambda f: f.flash_attn_with_kvcache(Q, KV, KV, cache_batch_idx=[1]),
             "cache_batch_idx has values from 1 to 1, but they must be from 0 to 0: the cache has 1 rows",

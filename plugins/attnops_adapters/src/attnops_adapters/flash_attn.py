@@ -27,7 +27,8 @@ Differences:
 | the same over pages | reads them in place; pages of a multiple of 256 tokens | gathers them; pages of any size |
 
 For caches that kernels read in place, use attnops-caches. Every function has the keywords ``operation``, the name of an
-attnops operation, and ``metadata``, an `attnops.OperationMetadata`.
+attnops operation, and ``metadata``, an `attnops.OperationMetadata` without layout, scale, soft cap and dropout, which
+the function's arguments determine.
 """
 
 from __future__ import annotations

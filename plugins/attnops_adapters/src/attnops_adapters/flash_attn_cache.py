@@ -83,7 +83,9 @@ def flash_attn_with_kvcache(
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {x.shape}, but must have rank 4: [batch, seqlen, heads, head_dim]")
     if k_cache.shape[:3] != v_cache.shape[:3]:
-        raise ValueError(f"k_cache has shape {k_cache.shape} and v_cache {v_cache.shape}: all but head_dim must be equal")
+        raise ValueError(
+            f"k_cache has shape {k_cache.shape} and v_cache {v_cache.shape}: all but head_dim must be equal"
+        )
     batch, T, heads = q.shape[:3]
     slots = _slots(k_cache, batch, cache_batch_idx, block_table, cache_leftpad)
     lengths = _lengths(cache_seqlens, batch, slots.capacity)
@@ -220,8 +222,8 @@ def _new_tokens(
     for name, x, cache in (("k", k, caches[0]), ("v", v, caches[1])):
         if x.shape != (batch, *k.shape[1:2], *cache.shape[2:]):
             raise ValueError(
-                f"{name} has shape {x.shape}, but must be [batch={batch}, seqlen_new, kv heads, head_dim], the last two "
-                f"{cache.shape[2:]} as in the cache, and seqlen_new the same for k and v"
+                f"{name} has shape {x.shape}, but must be [batch={batch}, seqlen_new, kv heads, head_dim], the last "
+                f"two {cache.shape[2:]} as in the cache, and seqlen_new the same for k and v"
             )
     why = f"a row of the cache has {capacity} slots, and {k.shape[1]} tokens are added; make the cache longer"
     _check_most("cache_seqlens", lengths, capacity - k.shape[1], why)

@@ -44,3 +44,25 @@ def test_a_sink_that_is_not_finite_makes_only_its_head_nan():
     assert np.isnan(out[:, :, :2]).all()
     one = np.asarray(run(np.where(np.isfinite(given), given, -np.inf)))
     np.testing.assert_allclose(out[:, :, 2:], one[:, :, 2:], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vanilla", "flash"])
+def test_tangents_are_those_of_one_sink(name):
+    """A head without any sink has tangents, too, of its output and of its gradient."""
+
+    def along(sinks, tangent):
+        def total(sinks, q):
+            out = OperationRegistry.create(name)(q, *QKV[1:], mask=Causal(), sinks=sinks).attention_outputs
+            return (jax.numpy.sin(out) * D_OUT).sum()
+
+        return jax.jit(lambda *x: jax.jvp(jax.grad(total, 1), *x))((sinks, QKV[0]), (tangent, D_OUT))
+
+    m = np.maximum(SINKS.max(axis=1, keepdims=True), -1e9)
+    weights = np.exp(SINKS - m)
+    with np.errstate(divide="ignore"):
+        one = m[:, 0] + np.log(weights.sum(axis=1))
+    tangent = normal(4, 3, seed=6)
+    of_one = (weights * tangent).sum(axis=1) / np.maximum(weights.sum(axis=1), 1e-30)
+    for x, y in zip(along(SINKS, tangent), along(one, of_one), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnops import UnsupportedError
+from attnops import OperationMetadata, UnsupportedError
 from attnops_adapters import flash_attn
 
 H, K, D = 4, 2, 8
@@ -250,7 +250,7 @@ TOTAL, ENDS = normal(8, H, D), np.array([0, 5, 8])
         ),
         (
             lambda f: f.flash_attn_with_kvcache(Q, KV, KV, Q[:, :, :K], Q[:, :, :K], cache_seqlens=3),
-            "cache_seqlens are from 3 to 3 and 4 tokens are added, but a row of the cache has 6 slots",
+            "cache_seqlens has values from 3 to 3, but they must be from 0 to 2: a row of the cache has 6 slots, and 4",
         ),
         (lambda f: f.flash_attn_with_kvcache(Q, KV, KV, KV, KV), "must be given together, but cache_seqlens is None"),
         (
@@ -259,6 +259,31 @@ TOTAL, ENDS = normal(8, H, D), np.array([0, 5, 8])
         ),
         (lambda f: f.flash_attn_with_kvcache(Q, KV, KV, rotary_cos=SLOPES[None]), "are given without k and v"),
         (lambda f: f.flash_attn_with_kvcache(Q, KV[[0, 0]], KV[[0, 0]]), "k_cache has 2 rows and q has batch 1"),
+        (
+            lambda f: f.flash_attn_with_kvcache(Q, KV, KV[:, :5]),
+            "k_cache has shape (1, 6, 2, 8) and v_cache (1, 5, 2, ",
+        ),
+        (
+            lambda f: f.flash_attn_with_kvcache(Q, KV, KV, cache_batch_idx=[1]),
+            "cache_batch_idx has values from 1 to 1, but they must be from 0 to 0: the cache has 1 rows",
+        ),
+        (
+            lambda f: f.flash_attn_with_kvcache(Q, KV, KV, cache_leftpad=[-1]),
+            "cache_leftpad has values from -1 to -1, but they must be from 0 to 6",
+        ),
+        (  # the third block has no token
+            lambda f: f.flash_attn_with_kvcache(Q, KV, KV, block_table=[[0, 3, -1]], cache_seqlens=12),
+            "block_table has values from 0 to 3, but they must be from 0 to 0: the cache has 1 blocks",
+        ),
+        (
+            lambda f: f.flash_attn_with_kvcache(Q, KV, KV, Q[:, :, :1], Q[:, :, :1], cache_seqlens=2),
+            "k has shape (1, 4, 1, 8), but must be [batch=1, seqlen_new, kv heads, head_dim], the last two (2, 8)",
+        ),
+        (lambda f: f.flash_attn_func(Q, KV, KV, softcap=float("nan")), "softcap is NaN"),
+        (
+            lambda f: f.flash_attn_func(Q, KV, KV, metadata=OperationMetadata(dropout_prob=0.5)),
+            "metadata.dropout_prob=0.5 must not be given: the function's arguments determine it",
+        ),
     ],
 )
 def test_what_is_refused(call, message):

@@ -332,8 +332,12 @@ def _sinks(sinks: object, heads: int) -> jax.Array:
     refuse_foreign_array("sinks", sinks)
     _check_floating("sinks", sinks, "cast it")
     array = jnp.asarray(sinks)
-    # Without ``where`` the gradient of a head whose sinks are all −inf would be NaN.
-    return array if array.ndim == 1 else jax.nn.logsumexp(array.astype(jnp.float32), axis=1, where=array != -jnp.inf)
+    if array.ndim == 1:
+        return array
+    # A head whose sinks are all −inf would have NaN as its derivatives.
+    seen = (array != -jnp.inf).any(axis=1)
+    total = jax.nn.logsumexp(jnp.where(seen[:, None], array.astype(jnp.float32), 0), axis=1)
+    return jnp.where(seen, total, -jnp.inf)
 
 
 def _dropout(metadata: OperationMetadata, mode: str, given: dict[str, Any]) -> float:

@@ -27,7 +27,8 @@ Differences:
 | the same over pages | reads them in place; pages of a multiple of 256 tokens | gathers them; pages of any size |
 
 For caches that kernels read in place, use attnops-caches. Every function has the keywords ``operation``, the name of an
-attnops operation, and ``metadata``, an `attnops.OperationMetadata`.
+attnops operation, and ``metadata``, an `attnops.OperationMetadata` without layout, scale, soft cap and dropout, which
+the function's arguments determine.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ def _check_longest(name: str, ends: ArrayLike, most: object) -> None:
     if isinstance(ends, jax.core.Tracer):
         return
     known = np.asarray(ends)
-    longest = int(np.diff(known).max(initial=0)) if known.ndim == 1 else 0
+    longest = int(np.diff(known.astype(np.int64)).max(initial=0)) if known.ndim == 1 and known.dtype.kind in "iu" else 0
     if longest > most:
         raise ValueError(
             f"max_seqlen_{name}={most}, but a sequence of cu_seqlens_{name} has {longest} tokens: give at least that"

@@ -72,8 +72,8 @@ def flash_attn_with_kvcache(
 
     Returns:
         The output [batch, seqlen, heads, head_dim]; or a tuple of it, softmax_lse if it is asked for, and the new
-        ``k_cache`` and ``v_cache`` if ``k`` is given. Where traced lengths exceed the slots, new tokens
-        without a slot are lost.
+        ``k_cache`` and ``v_cache`` if ``k`` is given. Traced lengths and indices are not checked: new tokens without a
+        slot are lost, and rows and blocks that the cache does not have are read as its first or last.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype or value, or can't be honoured.
@@ -82,13 +82,17 @@ def flash_attn_with_kvcache(
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {x.shape}, but must have rank 4: [batch, seqlen, heads, head_dim]")
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            f"k_cache has shape {k_cache.shape} and v_cache {v_cache.shape}: all but head_dim must be equal"
+        )
     batch, T, heads = q.shape[:3]
     slots = _slots(k_cache, batch, cache_batch_idx, block_table, cache_leftpad)
     lengths = _lengths(cache_seqlens, batch, slots.capacity)
     mask_of_band = band(causal, window_size, offset=0)
     stored = k is not None or v is not None
     if stored:
-        new = _new_tokens(k, v, cache_seqlens, batch, slots.capacity, lengths)
+        new = _new_tokens(k, v, cache_seqlens, (k_cache, v_cache), batch, slots.capacity, lengths)
         keys = new[0]
         if rotary_cos is not None or rotary_sin is not None:
             tables = _tables(rotary_cos, rotary_sin, cache_leftpad, slots.capacity, q.shape[3])
@@ -100,6 +104,7 @@ def flash_attn_with_kvcache(
         lengths = lengths + keys.shape[1]
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError("rotary_cos and rotary_sin are given without k and v, but they are for new tokens only")
+    _check_table(block_table, lengths, slots.block, k_cache.shape[0])
     offset = jnp.asarray(lengths, jnp.int32) - T
     mask: Mask = Lengths(jnp.asarray(lengths))
     if mask_of_band is not None:
@@ -107,7 +112,9 @@ def flash_attn_with_kvcache(
         assert placed is not None
         mask = mask & placed
     if cache_leftpad is not None:
-        mask = mask & ~Lengths(_row_integers("cache_leftpad", cache_leftpad, batch))
+        first = _row_integers("cache_leftpad", cache_leftpad, batch)
+        _check_most("cache_leftpad", first, slots.capacity, f"a row of the cache has {slots.capacity} slots")
+        mask = mask & ~Lengths(first)
     out = attend(
         q, slots.read(k_cache), slots.read(v_cache), mask=mask, bias=alibi(alibi_slopes, heads, batch, offset),
         softmax_scale=softmax_scale, softcap=softcap, operation=operation, metadata=metadata,
@@ -160,6 +167,7 @@ def _slots(cache: jax.Array, batch: int, rows: Any, table: Any, leftpad: Any) ->
                 f"k_cache has {cache.shape[0]} rows and q has batch {batch}: they must be equal without cache_batch_idx"
             )
         given = None if rows is None else _row_integers("cache_batch_idx", rows, batch)
+        _check_most("cache_batch_idx", given, cache.shape[0] - 1, f"the cache has {cache.shape[0]} rows")
         return _Slots(cache.shape[1], given, None, cache.shape[1])
     for name, value in (("cache_batch_idx", rows), ("cache_leftpad", leftpad)):
         if value is not None:
@@ -183,32 +191,42 @@ def _lengths(lengths: Any, batch: int, capacity: int) -> Any:
     if lengths is None or isinstance(lengths, (int, np.integer)):
         lengths = np.full(batch, capacity if lengths is None else lengths)
     array = _row_integers("cache_seqlens", lengths, batch)
-    _check_most(array, 0, capacity)
+    _check_most("cache_seqlens", array, capacity, f"a row of the cache has {capacity} slots")
     return array.astype(np.int32)
 
 
-def _check_most(lengths: Any, new: int, capacity: int) -> None:
-    """Raise a `ValueError` where lengths that are known exceed the slots."""
-    if isinstance(lengths, jax.core.Tracer):
+def _check_most(name: str, values: Any, most: int, why: str) -> None:
+    """Raise a `ValueError` where values that are known are not from 0 to ``most``."""
+    if values is None or isinstance(values, jax.core.Tracer) or not np.size(values):
         return
-    least, most = int(np.min(lengths)), int(np.max(lengths))
-    if least < 0 or most + new > capacity:
-        raise ValueError(
-            f"cache_seqlens are from {least} to {most} and {new} tokens are added, but a row of the cache has "
-            f"{capacity} slots; make the cache longer"
-        )
+    low, high = int(np.min(values)), int(np.max(values))
+    if low < 0 or high > most:
+        raise ValueError(f"{name} has values from {low} to {high}, but they must be from 0 to {most}: {why}")
 
 
-def _new_tokens(k: Any, v: Any, seqlens: Any, batch: int, capacity: int, lengths: Any) -> tuple[jax.Array, jax.Array]:
+def _check_table(table: Any, lengths: Any, block: int, blocks: int) -> None:
+    """Raise a `ValueError` where a block that holds tokens is known to be none of the cache's."""
+    if table is not None and not any(isinstance(x, jax.core.Tracer) for x in (table, lengths)):
+        known = np.asarray(table)
+        used = np.arange(known.shape[1]) * block < np.asarray(lengths)[:, None]
+        _check_most("block_table", known[used], blocks - 1, f"the cache has {blocks} blocks")
+
+
+def _new_tokens(
+    k: Any, v: Any, seqlens: Any, caches: tuple[jax.Array, jax.Array], batch: int, capacity: int, lengths: Any
+) -> tuple[jax.Array, jax.Array]:
     if k is None or v is None or seqlens is None:
         missing = [name for name, x in (("k", k), ("v", v), ("cache_seqlens", seqlens)) if x is None]
         raise ValueError(f"k, v and cache_seqlens must be given together, but {' and '.join(missing)} is None")
     k, v = jnp.asarray(k), jnp.asarray(v)
-    if k.ndim != 4 or k.shape[:3] != v.shape[:3] or k.shape[0] != batch:
-        raise ValueError(
-            f"k has shape {k.shape} and v {v.shape}, but both must be [batch={batch}, seqlen_new, kv heads, head_dim]"
-        )
-    _check_most(lengths, k.shape[1], capacity)
+    for name, x, cache in (("k", k, caches[0]), ("v", v, caches[1])):
+        if x.shape != (batch, *k.shape[1:2], *cache.shape[2:]):
+            raise ValueError(
+                f"{name} has shape {x.shape}, but must be [batch={batch}, seqlen_new, kv heads, head_dim], the last "
+                f"two {cache.shape[2:]} as in the cache, and seqlen_new the same for k and v"
+            )
+    why = f"a row of the cache has {capacity} slots, and {k.shape[1]} tokens are added; make the cache longer"
+    _check_most("cache_seqlens", lengths, capacity - k.shape[1], why)
     return k, v
 
 

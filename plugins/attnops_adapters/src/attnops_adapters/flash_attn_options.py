@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import TYPE_CHECKING, Any
 
@@ -88,20 +89,25 @@ def attend(
     """The call of an attnops operation, with its logsumexp.
 
     Raises:
-        ValueError: dropout without a key, or an argument that is no number where it must be one.
+        ValueError: dropout without a key, an argument that is no number where it must be one, or metadata that has what
+            the function's arguments determine.
     """
     for name, value in (("softcap", softcap), ("dropout_p", dropout_p)):
         if not isinstance(value, (numbers.Real, np.generic)) or isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be a number known when tracing")
     cap, probability = float(softcap), float(dropout_p)  # type: ignore[arg-type]
+    if math.isnan(cap):
+        raise ValueError("softcap is NaN, but must be a number; 0.0 for none")
     if probability and dropout_key is None:
         raise ValueError(
             f"dropout_p={probability} needs dropout_key=jax.random.key(...), which flash-attn draws from PyTorch's "
             f"generator; give a new key for each call, or dropout_p=0.0"
         )
-    metadata = OperationMetadata() if metadata is None else metadata
-    if metadata.layout != "BTHD":
-        raise ValueError(f"metadata.layout={metadata.layout!r} must not be given: the function determines it")
+    default = OperationMetadata()
+    metadata = default if metadata is None else metadata
+    for name in ("layout", "dropout_prob", "softmax_scale", "logits_soft_cap"):
+        if (value := getattr(metadata, name)) != getattr(default, name):
+            raise ValueError(f"metadata.{name}={value!r} must not be given: the function's arguments determine it")
     metadata = metadata.replace(layout=layout, dropout_prob=probability)
     out: OperationOutput = OperationRegistry.create(operation, metadata)(
         q, k, v, mask=mask, bias=bias, softmax_scale=softmax_scale, logits_soft_cap=cap if cap > 0 else None,

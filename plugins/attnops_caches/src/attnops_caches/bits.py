@@ -1,4 +1,4 @@
-"""Narrow floats as unsigned integers of their bits, which is how caches store them.
+"""Narrow floats as unsigned integers of their bits, and two 4-bit integers as a byte: how caches store them.
 
 XLA's CPU backend converts all of a 16-bit or 8-bit float array in every iteration of a loop that slices or updates it:
 slicing 1 MB of a bfloat16 array of 67 MB took 0.62 ms and 67 MB of temporaries; of its bits, 0.06 ms and none.
@@ -33,3 +33,16 @@ def to_bits(x: jax.Array) -> jax.Array:
 def from_bits(x: jax.Array, dtype: DType) -> jax.Array:
     """The inverse of `to_bits`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def pack(x: jax.Array) -> jax.Array:
+    """int8 [..., d] of −8 to 7 as bytes [..., d / 2]: the first half in the lower 4 bits, the second in the upper."""
+    low, high = jnp.split(x, 2, axis=-1)
+    return (low & 15) | (high << 4)
+
+
+def unpack(x: jax.Array) -> jax.Array:
+    """The inverse of `pack`."""
+    # The halves are not interleaved, and not converted before they are joined: a product of CPUs that reads 4 bits then
+    # takes 1.1 times as long as one that reads int8; converted in one loop 1.3 times, interleaved 1.5 times.
+    return lax.optimization_barrier(jnp.concatenate([x << 4 >> 4, x >> 4], axis=-1))

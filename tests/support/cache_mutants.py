@@ -180,7 +180,7 @@ MUTANTS = {
     "int8 is truncated": Mutant(CODEC + "encode", "jnp.round(scaled)", "scaled", "int8 by token_head + op.step"),
     "int8 holds -128": Mutant(CODEC + "encode", "-largest, largest", "-largest - 1, largest", "int8 by head + op.step"),
     "the halves of int4 are exchanged": Mutant(
-        CODEC + "numbers", "unpack(stored)", "jnp.roll(unpack(stored), stored.shape[-1], -1)", "int4 by token_head"
+        CODEC + "parts", "unpack(stored)", "unpack(stored)[::-1]", "int4 by token_head"
     ),
     "8-bit floats overflow": Mutant(
         CODEC + "encode",
@@ -190,8 +190,8 @@ MUTANTS = {
     ),
     "tokens are dequantised in bfloat16": Mutant(
         CODEC + "decode",
-        "self.numbers(stored).astype(jnp.float32) * self.spread(scale)",
-        "(self.numbers(stored).astype(jnp.bfloat16) * self.spread(scale).astype(jnp.bfloat16)).astype(jnp.float32)",
+        "axis=-1).astype(jnp.float32) * self.spread(scale)",
+        "axis=-1).astype(jnp.bfloat16).astype(jnp.float32) * self.spread(scale).astype(jnp.bfloat16)",
         "int8 by token_head",
     ),
     "masks by key are by slot": Mutant(
@@ -250,7 +250,10 @@ IN_PLACE = {
     "scales are the first head's": Mutant(
         TILES + "_scale", "(at.heads,))[:, None]", "(at.heads,))[:1, None]", "int8 by head"
     ),
-    "a latent value is the key's last features": Mutant(TILES + "load", "key[..., : layout.value_head_dim]", "key[..., -layout.value_head_dim :]", "latent"),
+    "a latent value is the key's last features": Mutant(TILES + "load", "x[..., : stop - i * D]", "x[..., -stop:]", "latent"),
+    "the halves of int4 are exchanged": Mutant(
+        TILES + "_operands", "layout.codec.parts(x)", "layout.codec.parts(x)[::-1]", "int4 by token_head"
+    ),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
         TILES + "load", "_tile(store.key, W - Dv, Dv, at)", "_tile(store.key, D, Dv, at)", "joined"
     ),

@@ -41,8 +41,9 @@ def pack(x: jax.Array) -> jax.Array:
     return (low & 15) | (high << 4)
 
 
-def unpack(x: jax.Array) -> jax.Array:
-    """The inverse of `pack`."""
-    # The halves are not interleaved, and not converted before they are joined: a product of CPUs that reads 4 bits then
-    # takes 1.1 times as long as one that reads int8; converted in one loop 1.3 times, interleaved 1.5 times.
-    return lax.optimization_barrier(jnp.concatenate([x << 4 >> 4, x >> 4], axis=-1))
+def unpack(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The halves that `pack` was given.
+
+    Products of CPUs read them as they are: to join them takes as long as the product.
+    """
+    return x << 4 >> 4, x >> 4

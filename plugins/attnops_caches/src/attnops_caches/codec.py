@@ -92,11 +92,13 @@ class Quantized:
 
     def decode(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
         """Stored tokens [..., K, n, d / per_element] as float32 [..., K, n, d]."""
-        return self.numbers(stored).astype(jnp.float32) * self.spread(scale)
+        return jnp.concatenate(self.parts(stored), axis=-1).astype(jnp.float32) * self.spread(scale)
 
-    def numbers(self, stored: jax.Array) -> jax.Array:
-        """Stored tokens [..., d / per_element] before they are multiplied by scales, [..., d] of ``stored_dtype``."""
-        return unpack(stored) if self.per_element == 2 else stored
+    def parts(self, stored: jax.Array) -> tuple[jax.Array, ...]:
+        """Stored tokens [..., d / per_element] before they are multiplied by scales, of ``stored_dtype``: [..., d], in
+        ``per_element`` parts whose features follow one another.
+        """
+        return unpack(stored) if self.per_element == 2 else (stored,)
 
     def spread(self, scale: jax.Array) -> jax.Array:
         """Scales that broadcast with tokens [..., K, n, d]."""

@@ -94,8 +94,9 @@ class StoreLoader(TileLoader):
         D, Dv, W = map(layout.elements, (layout.head_dim, layout.value_head_dim, layout.width))
         key_scale = self._scale(store.key_scale, at)
         if layout.content == "latent":
-            key = self._operand(self._tile(store.key, 0, D, at), at)
-            return KeyValue(key, key[..., : layout.value_head_dim], key_scale, key_scale)
+            parts, stop = self._operands(self._tile(store.key, 0, D, at), at), layout.value_head_dim
+            value = tuple(x[..., : stop - i * D] for i, x in enumerate(parts) if i * D < stop)
+            return KeyValue(parts, value, key_scale, key_scale)
         if layout.content == "separate":
             assert store.value is not None
             key, value = self._tile(store.key, 0, D, at), self._tile(store.value, 0, Dv, at)
@@ -107,7 +108,7 @@ class StoreLoader(TileLoader):
         else:
             key, value = self._tile(store.key, 0, D, at), self._tile(store.key, W - Dv, Dv, at)
         scales = key_scale, self._scale(store.value_scale, at)
-        return KeyValue(self._operand(key, at), self._operand(value, at), *scales)
+        return KeyValue(self._operands(key, at), self._operands(value, at), *scales)
 
     def _tile(self, x: jax.Array, feature: int, d: int, at: TileAt) -> jax.Array:
         """The tile [heads, size, d], features from ``feature`` on, of an array [blocks, K, n, W] or [L, blocks, …]."""
@@ -139,11 +140,11 @@ class StoreLoader(TileLoader):
             return lax.dynamic_slice(x, _int32(at.head), (at.heads,))[:, None]
         return self._tile(x[..., None], 0, 1, at)[..., 0]
 
-    def _operand(self, x: jax.Array, at: TileAt) -> jax.Array:
-        """In the dtype of products, which holds each number of 8 bits."""
+    def _operands(self, x: jax.Array, at: TileAt) -> tuple[jax.Array, ...]:
+        """The parts of a tile in the dtype of products, which holds each number of 8 bits."""
         layout = self.store.layout
         x = from_bits(x, layout.stored_dtype)
-        return (x if layout.codec is None else layout.codec.numbers(x)).astype(at.dtype)
+        return tuple(part.astype(at.dtype) for part in ((x,) if layout.codec is None else layout.codec.parts(x)))
 
 
 def _int32(*indices: Index) -> list[jax.Array]:

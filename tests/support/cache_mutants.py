@@ -250,7 +250,9 @@ IN_PLACE = {
     "scales are the first head's": Mutant(
         TILES + "_scale", "(at.heads,))[:, None]", "(at.heads,))[:1, None]", "int8 by head"
     ),
-    "a latent value is the key's last features": Mutant(TILES + "load", "x[..., : stop - i * D]", "x[..., -stop:]", "latent"),
+    "a latent value is the key's last features": Mutant(
+        TILES + "load", "x[..., : stop - i * D]", "x[..., -stop:]", "latent"
+    ),
     "the halves of int4 are exchanged": Mutant(
         TILES + "_operands", "layout.codec.parts(x)", "layout.codec.parts(x)[::-1]", "int4 by token_head"
     ),

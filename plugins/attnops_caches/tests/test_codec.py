@@ -155,7 +155,7 @@ def test_int4_holds_the_largest_numbers_of_a_cache(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_the_error_of_attention_is_within_its_bound(dtype: str) -> None:
-    """With L the largest number stored, a score changes by e = Σ|q| · scale · max|k| / 2 L at most, a weight by a factor
+    """L is the largest number stored: a score changes by e = Σ|q| · scale · max|k| / 2 L at most, a weight by a factor
     of exp(± 2 e), and the output by max|v| / 2 L, and by what the weights' changes make of max|v|.
     """
     rng, L, D = np.random.default_rng(0), Codec(dtype, "head").largest, 16

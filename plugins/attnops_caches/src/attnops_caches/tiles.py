@@ -94,9 +94,9 @@ class StoreLoader(TileLoader):
         D, Dv, W = map(layout.elements, (layout.head_dim, layout.value_head_dim, layout.width))
         key_scale = self._scale(store.key_scale, at)
         if layout.content == "latent":
-            parts, stop = self._operands(self._tile(store.key, 0, D, at), at), layout.value_head_dim
-            value = tuple(x[..., : stop - i * D] for i, x in enumerate(parts) if i * D < stop)
-            return KeyValue(parts, value, key_scale, key_scale)
+            keys, stop = self._operands(self._tile(store.key, 0, D, at), at), layout.value_head_dim
+            values = tuple(x[..., : stop - i * D] for i, x in enumerate(keys) if i * D < stop)
+            return KeyValue(keys, values, key_scale, key_scale)
         if layout.content == "separate":
             assert store.value is not None
             key, value = self._tile(store.key, 0, D, at), self._tile(store.value, 0, Dv, at)

@@ -200,9 +200,7 @@ class CacheModel:
         return dataclasses.replace(shapes, **fields)
 
     def _fields(self, token: Token, store: dict[str, Any]) -> list[tuple[str, Array]]:
-        key, value = (
-            x if self.codec is None or x is None else self.codec.stored(x) for x in (token.key, token.value)
-        )
+        key, value = (x if self.codec is None or x is None else self.codec.stored(x) for x in (token.key, token.value))
         assert key is not None
         if "value" not in store:  # joined or latent, with zeros up to the width
             parts = [key] if value is None else [key, value]

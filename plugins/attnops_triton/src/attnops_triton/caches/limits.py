@@ -18,7 +18,7 @@ def unsupported(request: AttentionRequest) -> Iterator[Reason]:
                      "give packed rows in several calls")  # fmt: skip
     cache = cache_of(request)
     if cache.latent and cache.codec == "int4":
-        yield Reason("cache", "latent int4", "has the value in the halves of the key, which are no operands of a product",
+        yield Reason("cache", "latent int4", "has values in parts of both halves of keys, which are not read in place",
                      "use an 8-bit codec")  # fmt: skip
     slots, features = cache.page_size or slots_of_row(request), max(cache.width, request.value_head_dim)
     if slots * features >= 1 << 31:

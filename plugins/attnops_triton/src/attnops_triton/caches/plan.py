@@ -215,7 +215,10 @@ def features(D: int, Dv: int, width: int, content: str, dtype: str, packed: int 
 
     def chunks(first: int, stop: int) -> tuple[HeadDimChunk, ...]:
         each = (stop - first) // packed
-        found, firsts = head_dim_chunks(each, 64 if dtype == "float32" else 512), [first + i * each for i in range(packed)]
+        found, firsts = (
+            head_dim_chunks(each, 64 if dtype == "float32" else 512),
+            [first + i * each for i in range(packed)],
+        )
         return tuple(
             HeadDimChunk(first + start, size, first + each, upper)
             for start, size in found

@@ -70,7 +70,7 @@ _PTX: Final = {
 
 
 def assembly(stored: str, dtype: str, arch: str) -> tuple[str, ...] | None:
-    """The PTX that converts four stored numbers, and of int4 those in the upper 4 bits; None to convert one at a time."""
+    """The PTX that converts four stored numbers; then, of int4, those in the upper 4 bits. None: one at a time."""
     if stored not in _PTX or dtype != "float16" or not arch or is_amd(arch):
         return None
     in_pairs = stored == "float8_e4m3fn" and capability(arch) >= 90

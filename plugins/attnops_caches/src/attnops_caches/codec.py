@@ -25,8 +25,8 @@ class Quantized:
 
     Attributes:
         dtype: ``"int8"``, ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"int4"``. Integers are rounded half to even, and
-            clipped at ±127 and ±7; 8-bit floats are clipped at their largest finite number. Two int4 are one byte,
-            whose sizes, head dims and ``width``, must be even.
+            clipped at ±127 and ±7; 8-bit floats are clipped at their largest finite number. Two int4 are one byte:
+            head dims and ``width`` must be even.
         scales: what has a scale of its own. ``"token_head"``: each token of each kv head, ``max|x| / largest``, which
             is computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"`` and
             ``"tensor"``: each kv head, or all tokens; the scales are given when the cache is created, and what exceeds

@@ -71,7 +71,7 @@ CACHES: Final[dict[str, tuple[tuple[str, ...], tuple[dict[str, Any], ...]]]] = {
     "`WindowCache`": (("WindowCache",), ({},)),
     "`PagedCache`": (("PagedCache",), ({},)),
     "caches in int8, e4m3, e5m2": (STORAGES, _codecs(*LARGEST.keys() - {"int4"})),
-    "caches in int4": (STORAGES, _codecs("int4")),
+    "caches in int4": (STORAGES, tuple(codec | {"joined": True, "width": 256} for codec in _codecs("int4"))),
     "latent caches (MLA)": (STORAGES, ({"latent": True},)),
     "packed rows over a cache": (STORAGES, ({"is_packed": True},)),
 }  # fmt: skip

@@ -180,7 +180,7 @@ MUTANTS = {
     "int8 is truncated": Mutant(CODEC + "encode", "jnp.round(scaled)", "scaled", "int8 by token_head + op.step"),
     "int8 holds -128": Mutant(CODEC + "encode", "-largest, largest", "-largest - 1, largest", "int8 by head + op.step"),
     "the halves of int4 are exchanged": Mutant(
-        CODEC + "parts", "unpack(stored)", "unpack(stored)[::-1]", "int4 by token_head"
+        CODEC + "parts", "(stored << 4 >> 4, stored >> 4)", "(stored >> 4, stored << 4 >> 4)", "int4 by token_head"
     ),
     "8-bit floats overflow": Mutant(
         CODEC + "encode",

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Final
 import jax
 import jax.numpy as jnp
 
-from attnops_caches.bits import pack, unpack
-
 if TYPE_CHECKING:
     from attnops.typing import DType
 
@@ -87,18 +85,22 @@ class Quantized:
         scaled = jnp.where(spread == 0, 0.0, wide / jnp.where(spread == 0, 1.0, spread))
         largest = LARGEST[self.dtype]
         scaled = jnp.where(jnp.isnan(scaled), 0.0, jnp.clip(scaled, -largest, largest))
-        numbers = (jnp.round(scaled) if "int" in self.dtype else scaled).astype(self.stored_dtype)
-        return pack(numbers) if self.per_element == 2 else numbers, scale
+        stored = (jnp.round(scaled) if "int" in self.dtype else scaled).astype(self.stored_dtype)
+        if self.per_element == 2:
+            low, high = jnp.split(stored, 2, axis=-1)
+            stored = (low & 15) | (high << 4)
+        return stored, scale
 
     def decode(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
         """Stored tokens [..., K, n, d / per_element] as float32 [..., K, n, d]."""
         return jnp.concatenate(self.parts(stored), axis=-1).astype(jnp.float32) * self.spread(scale)
 
     def parts(self, stored: jax.Array) -> tuple[jax.Array, ...]:
-        """Stored tokens [..., d / per_element] before they are multiplied by scales, of ``stored_dtype``: [..., d], in
-        ``per_element`` parts whose features follow one another.
+        """Stored tokens before they are multiplied by scales: [..., d / per_element] each, features in order.
+
+        Of int4 the first half is in the lower 4 bits. To join the parts takes a CPU as long as to multiply with them.
         """
-        return unpack(stored) if self.per_element == 2 else (stored,)
+        return (stored << 4 >> 4, stored >> 4) if self.per_element == 2 else (stored,)
 
     def spread(self, scale: jax.Array) -> jax.Array:
         """Scales that broadcast with tokens [..., K, n, d]."""

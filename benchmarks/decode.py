@@ -44,6 +44,7 @@ from attnops_testing.bench import (
 
 H, K, D = 32, 8, 128
 WINDOW = 1024
+INTEGERS = ("int8", "int4")
 # The peers, each timed if it is installed.
 COMPARED = ("jax.nn", "flax.nnx", "torch")
 # The number of timings of each contender, and the seconds after which they end.
@@ -102,9 +103,9 @@ def floor(case: CacheCase) -> Ready:
     table = cache.table if isinstance(cache, PagedCache) else None
 
     def load(x: jax.Array, b: jax.Array, slot: jax.Array) -> jax.Array:
-        """[K, block, D] of a row; of joined pages [K, block, 2 D]."""
+        """[K, block, features] of a row; int4 as the bytes of two features."""
         if table is None:
-            return lax.dynamic_slice(x, (b, 0, slot, 0), (1, K, block, D))[0]
+            return lax.dynamic_slice(x, (b, 0, slot, 0), (1, K, block, x.shape[3]))[0]
         page = x.shape[2]
         numbers = lax.dynamic_slice(table, (b, slot // page), (1, block // page))[0]
         return x[numbers].swapaxes(0, 1).reshape(K, block, x.shape[-1])
@@ -127,9 +128,14 @@ def floor(case: CacheCase) -> Ready:
         def tile(i: jax.Array, total: jax.Array) -> jax.Array:
             b, slot = i // tiles, start + i % tiles * block
             k, v = (load(x, b, slot) for x in (key, key if value is None else value))
-            k, v = k[..., :D], v[..., -D:]  # in pages they are joined
-            k, v = (lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x.astype(dtype) for x in (k, v))
-            return total + products(lax.dynamic_slice(q, (b, 0, 0, 0), (1, *q.shape[1:]))[0], k, v)
+            if value is None:  # in pages they are joined
+                k, v = jnp.split(k, 2, -1)
+            k, v = (lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x for x in (k, v))
+            row = lax.dynamic_slice(q, (b, 0, 0, 0), (1, *q.shape[1:]))[0]
+            parts = [(x,) if cache.codec is None else cache.codec.parts(x) for x in (k, v)]
+            new = [products(some, k.astype(dtype), v.astype(dtype)) for some, k, v in
+                   zip(jnp.split(row, len(parts[0]), -1), *parts, strict=True)]  # fmt: skip
+            return total + jnp.concatenate(new, axis=-1)
 
         return lax.fori_loop(0, drawn.batch * tiles, tile, jnp.zeros((K, H // K, D), jnp.float32))
 
@@ -148,18 +154,19 @@ def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
         "paged 128": paged(batch, length, dtype, 128),
     }
     if dtype == "bfloat16":
-        int8 = Quantized("int8")
-        caches |= {
-            "int8": dense(batch, length, dtype, codec=int8),
-            "int8 paged 128": paged(batch, length, dtype, 128, codec=int8),
-        }
+        for name in INTEGERS:
+            codec = Quantized(name)
+            caches |= {
+                name: dense(batch, length, dtype, codec=codec),
+                f"{name} paged 128": paged(batch, length, dtype, 128, codec=codec),
+            }
     first = CacheCase(tokens=tokens(batch, length, used, dtype), cache=caches["dense"])
     cases = {name: first if name == "dense" else first.over(cache) for name, cache in caches.items()}
     # Entries that read the same arrays do not follow one another, so that these are not in the processor's caches.
     entries: list[Entry] = [(name, case, operation("flash")) for name, case in cases.items()]
     entries += [(name, first, PEERS[name].contender) for name in COMPARED if PEERS[name].installed]
     entries += [(f"{name} floor", case, Contender("floor", floor)) for name, case in cases.items()]
-    entries += [(f"{name} read", cases[name], reading()) for name in ("dense", "int8") if name in cases]
+    entries += [(f"{name} read", cases[name], reading()) for name in ("dense", *INTEGERS) if name in cases]
     return {
         "batch": batch, "length": length, "used": used, "dtype": dtype, "seconds": seconds(best(entries)),
         "bytes per token": {name: case.cache.bytes_per_token for name, case in cases.items()},
@@ -232,7 +239,7 @@ def report(decoding: list[dict[str, Any]], window: list[dict[str, Any]], prompts
     for x in decoding:
         times = x["seconds"]
         for name, per_token in x["bytes per token"].items():
-            kind, total = "int8" if name.startswith("int8") else "dense", per_token * x["batch"] * x["used"]
+            kind, total = name.split()[0] if name.startswith(INTEGERS) else "dense", per_token * x["batch"] * x["used"]
             seconds = times[name]
             table.add_row(
                 x["dtype"], str(x["batch"]), f"{x['length']:,}", f"{x['used']:,}", name, f"{seconds * 1e3:,.2f}",

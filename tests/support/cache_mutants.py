@@ -152,23 +152,23 @@ MUTANTS = {
     ),
     "values are dequantised with the keys' scales": Mutant(
         LAYOUT + "decoded",
-        "self.codec.decode(value, value_scale)",
-        "self.codec.decode(value, key_scale)",
+        'arrays["value_scale"])',
+        'arrays["key_scale"])',
         "int8 by token_head",
     ),
     "scales of values are dropped": Mutant(
         LAYOUT + "decoded",
-        ", self.codec.decode(value, value_scale)",
-        ", value.astype(jnp.float32)",
+        'arrays["value_scale"])',
+        'jnp.ones_like(arrays["value_scale"]))',
         "int8 by head",
     ),
     "a latent value is the key's last features": Mutant(
-        LAYOUT + "value_of", "x[..., :Dv]", "self.key_of(x)[..., -Dv:]", "latent"
+        LAYOUT + "decoded", "key[..., : self.value_head_dim]", "key[..., -self.value_head_dim :]", "latent"
     ),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
         LAYOUT + "value_of",
-        "x[..., self.width - Dv :]",
-        "x[..., self.head_dim : self.head_dim + Dv]",
+        "x[..., self.elements(self.width - self.value_head_dim) :]",
+        "x[..., self.elements(self.head_dim) : self.elements(self.head_dim + self.value_head_dim)]",
         "joined",
     ),
     "a vector of zeros is 0 times infinity": Mutant(
@@ -179,6 +179,9 @@ MUTANTS = {
     ),
     "int8 is truncated": Mutant(CODEC + "encode", "jnp.round(scaled)", "scaled", "int8 by token_head + op.step"),
     "int8 holds -128": Mutant(CODEC + "encode", "-largest, largest", "-largest - 1, largest", "int8 by head + op.step"),
+    "the halves of int4 are exchanged": Mutant(
+        CODEC + "parts", "(stored << 4 >> 4, stored >> 4)", "(stored >> 4, stored << 4 >> 4)", "int4 by token_head"
+    ),
     "8-bit floats overflow": Mutant(
         CODEC + "encode",
         "jnp.clip(scaled, -largest, largest)",
@@ -187,8 +190,8 @@ MUTANTS = {
     ),
     "tokens are dequantised in bfloat16": Mutant(
         CODEC + "decode",
-        "stored.astype(jnp.float32) * self.spread(scale)",
-        "(stored.astype(jnp.bfloat16) * self.spread(scale).astype(jnp.bfloat16)).astype(jnp.float32)",
+        "axis=-1).astype(jnp.float32) * self.spread(scale)",
+        "axis=-1).astype(jnp.bfloat16).astype(jnp.float32) * self.spread(scale).astype(jnp.bfloat16)",
         "int8 by token_head",
     ),
     "masks by key are by slot": Mutant(
@@ -247,9 +250,14 @@ IN_PLACE = {
     "scales are the first head's": Mutant(
         TILES + "_scale", "(at.heads,))[:, None]", "(at.heads,))[:1, None]", "int8 by head"
     ),
-    "a latent value is the key's last features": Mutant(TILES + "load", "key[..., :Dv]", "key[..., -Dv:]", "latent"),
+    "a latent value is the key's last features": Mutant(
+        TILES + "load", "x[..., : stop - i * D]", "x[..., -stop:]", "latent"
+    ),
+    "the halves of int4 are exchanged": Mutant(
+        TILES + "_operands", "layout.codec.parts(x)", "layout.codec.parts(x)[::-1]", "int4 by token_head"
+    ),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
-        TILES + "load", "_tile(store.key, layout.width - Dv, Dv, at)", "_tile(store.key, D, Dv, at)", "joined"
+        TILES + "load", "_tile(store.key, W - Dv, Dv, at)", "_tile(store.key, D, Dv, at)", "joined"
     ),
     "a row reads the pages in order": Mutant(
         TILES + "_tile",

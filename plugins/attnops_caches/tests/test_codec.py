@@ -9,17 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Full
 from attnops_caches import DenseCache, Quantized
 from attnops_testing.cache_codec import Codec
 
-DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2", "int4")
 # Half a step, relative to a normal number's magnitude, and of numbers below the least normal one in units of the scale.
-BOUNDS = {"int8": (0, 0.5), "float8_e4m3fn": (2**-4, 2**-10), "float8_e5m2": (2**-3, 2**-17)}
+BOUNDS = {"int8": (0, 0.5), "int4": (0, 0.5), "float8_e4m3fn": (2**-4, 2**-10), "float8_e5m2": (2**-3, 2**-17)}
 
 
 def encode(x: Any, dtype: str, scale: Any) -> Any:
     """Of tokens [K, n, d] by head, as float64."""
-    stored, scale = jax.jit(Quantized(dtype, "head").encode)(jnp.asarray(x, jnp.float32), jnp.asarray(scale))
+    codec = Quantized(dtype, "head")
+    stored = jax.jit(lambda x, scale: jnp.concatenate(codec.parts(codec.encode(x, scale)[0]), -1))(
+        jnp.asarray(x, jnp.float32), jnp.asarray(scale)
+    )
     return np.asarray(stored).astype(np.float64)
 
 
@@ -40,22 +45,43 @@ def test_halves_of_int8() -> None:
     assert encode([[given]], "int8", np.ones(1, np.float32))[0, 0].tolist() == wanted
 
 
+def test_two_int4_are_one_byte() -> None:
+    """The first half of the features is in the lower four bits, the second in the upper; all pairs of numbers."""
+    low, high = (x.reshape(-1) for x in np.meshgrid(np.arange(-7, 8), np.arange(-7, 8)))
+    x = np.concatenate([low, high]).astype(np.float32)
+    codec = Quantized("int4", "tensor")
+    stored, _ = codec.encode(jnp.asarray(x)[None, None], jnp.ones(()))
+    assert stored.dtype == np.int8
+    np.testing.assert_array_equal(np.asarray(stored)[0, 0].view(np.uint8), low % 16 + 16 * (high % 16))
+    np.testing.assert_array_equal(np.concatenate(codec.parts(stored), -1)[0, 0], x)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_exceeds_the_scale_is_clipped_and_finite(dtype: str) -> None:
     codec = Codec(dtype, "head")
-    x = np.array([1.0, 1.1, 100.0, 3e38, -3e38]) * codec.largest
+    x = np.array([1.0, 1.1, 100.0, 3e38, -1.1, -3e38]) * codec.largest
     x = np.clip(x, -3e38, 3e38)
     np.testing.assert_array_equal(
-        encode(x[None, None], dtype, np.ones(1, np.float32))[0, 0], [codec.largest] * 4 + [-codec.largest]
+        encode(x[None, None], dtype, np.ones(1, np.float32))[0, 0], [codec.largest] * 4 + [-codec.largest] * 2
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_is_0_with_given_scales_and_nan_with_those_by_token(dtype: str) -> None:
-    x = jnp.asarray([[[1.0, jnp.nan, 2.0]]])
-    for scales, scale, expected in (("head", jnp.ones(1), [1, 0, 2]), ("token_head", None, [jnp.nan] * 3)):
+    x = jnp.asarray([[[1.0, jnp.nan, 2.0, -1.0]]])
+    for scales, scale, expected in (("head", jnp.ones(1), [1, 0, 2, -1]), ("token_head", None, [jnp.nan] * 4)):
         codec = Quantized(dtype, scales)
         np.testing.assert_array_equal(codec.decode(*codec.encode(x, scale))[0, 0], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinity_is_the_largest_number_with_given_scales_and_nan_with_those_by_token(dtype: str) -> None:
+    x, largest = jnp.asarray([[[1.0, -jnp.inf]], [[1.0, 2.0]]]), Codec(dtype, "head").largest
+    for scales, scale, expected in (("head", jnp.ones(2), [1, -largest]), ("token_head", None, [jnp.nan] * 2)):
+        codec = Quantized(dtype, scales)
+        found = codec.decode(*codec.encode(x, scale))
+        np.testing.assert_array_equal(found[0, 0], expected)
+        assert np.isfinite(found[1, 0]).all()  # no other head
 
 
 @pytest.mark.parametrize("magnitude", [1e-44, 1e-38, 1e-30, 1.0, 1e30, 3e38])
@@ -64,6 +90,7 @@ def test_the_error_is_within_its_bound(dtype: str, magnitude: float) -> None:
     codec = Quantized(dtype)
     x = np.random.default_rng(0).uniform(-1, 1, (2, 3, 5, 16)).astype(np.float32) * np.float32(magnitude)
     x[0, 0, 0] = 0
+    x[0, 0, 1], x[0, 0, 2, 1:] = magnitude, 0  # all equal; one number
     stored, scale = jax.jit(lambda x: codec.encode(x, None))(x)
     found = np.asarray(codec.decode(stored, scale), np.float64)
     assert scale.dtype == np.float32
@@ -107,3 +134,41 @@ def test_what_is_stored_is_not_quantised_again() -> None:
         cache = append(cache, 100 * rng.normal(size=(1, 1, 1, 4)).astype(np.float32))
     for name in ("key", "value", "key_scale", "value_scale"):
         np.testing.assert_array_equal(getattr(cache.store, name)[:, :, 0], getattr(first.store, name)[:, :, 0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_int4_holds_the_largest_numbers_of_a_cache(dtype: str) -> None:
+    """What is read is finite, and within the bound, also where the greatest number of the dtype is in a token."""
+    largest = float(jnp.finfo(dtype).max)
+    x = np.random.default_rng(0).uniform(-1, 1, (1, 3, 2, 8)) * largest
+    x[0, 0] = largest
+    x[0, 1, :, 0] = -largest
+    given = jnp.asarray(x, dtype)
+    cache = DenseCache.create(batch=1, length=3, kv_heads=2, head_dim=8, dtype=dtype, codec=Quantized("int4"))
+    contents = cache.append(given, given[..., ::-1]).read()
+    x = np.asarray(given, np.float64)
+    bound = np.abs(x).max(-1, keepdims=True) / 14 + np.abs(x) * float(jnp.finfo(dtype).eps)
+    for found, wanted in (contents.keys, x), (contents.values, x[..., ::-1]):
+        assert np.isfinite(np.asarray(found, np.float64)).all()
+        assert (np.abs(np.asarray(found, np.float64) - wanted) <= np.maximum(bound, bound[..., ::-1])).all()
+
+
+@pytest.mark.parametrize("dtype", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_error_of_attention_is_within_its_bound(dtype: str) -> None:
+    """L is the largest number stored: a score changes by e = Σ|q| · scale · max|k| / 2 L at most, a weight by a factor
+    of exp(± 2 e), and the output by max|v| / 2 L, and by what the weights' changes make of max|v|.
+    """
+    rng, L, D = np.random.default_rng(0), Codec(dtype, "head").largest, 16
+    query, key, value = (rng.uniform(-1, 1, (1, T, 1, D)).astype(np.float32) for T in (3, 40, 40))
+    outputs = []
+    for codec in (None, Quantized(dtype)):
+        cache = DenseCache.create(batch=1, length=40, kv_heads=1, head_dim=D, dtype=jnp.float32, codec=codec)
+        op = OperationRegistry.create("attnops:flash", OperationMetadata())
+        outputs.append(np.asarray(op(query, cache.append(key, value), mask=Full()).attention_outputs, np.float64))
+    weights = np.exp(np.float64(query)[0, :, 0] @ np.float64(key)[0, :, 0].T / 4)
+    plain = weights / weights.sum(-1, keepdims=True) @ np.float64(value)[0, :, 0]
+    np.testing.assert_allclose(outputs[0][0, :, 0], plain, atol=1e-5)
+    scores = np.abs(query).sum(-1).max() / 4 * np.abs(key).max() / (2 * L)
+    bound = np.abs(value).max() * (1 / (2 * L) + np.expm1(2 * scores))
+    error = np.abs(outputs[1] - outputs[0]).max()
+    assert bound / 100 < error <= bound

@@ -20,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "int8": {"codec": Quantized("int8")},
     "by head": {"codec": Quantized("float8_e4m3fn", "head")},
-    "latent": {"latent": 4},
+    "latent": {"latent": 4, "codec": Quantized("int4")},
     "ring": {},
     "pages": {"codec": Quantized("int8")},
 }

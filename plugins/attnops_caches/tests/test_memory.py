@@ -44,6 +44,7 @@ CODECS = {
     "float32": {"dtype": jnp.float32},
     "bfloat16": {"dtype": jnp.bfloat16},
     "int8": {"dtype": jnp.bfloat16, "codec": Quantized("int8")},
+    "int4": {"dtype": jnp.bfloat16, "codec": Quantized("int4")},
     "e4m3 by head": {"dtype": jnp.bfloat16, "codec": Quantized("float8_e4m3fn", "head"),
                      "key_scale": np.full(K, 0.01), "value_scale": np.full(K, 0.01)},
 }  # fmt: skip

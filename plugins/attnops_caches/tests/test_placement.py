@@ -300,6 +300,7 @@ def test_many_queries_over_a_cut_context_are_merged_by_two_reductions() -> None:
         ("dense", ("dp", "sp"), None),
         pytest.param("paged", ("dp", "tp"), INT8, marks=slow),
         pytest.param("ring", ("dp", "tp"), Quantized("int8", "head"), marks=slow),
+        pytest.param("paged", ("dp", "tp"), Quantized("int4"), marks=slow),
     ],
 )
 @slow

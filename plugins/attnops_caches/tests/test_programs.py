@@ -112,7 +112,7 @@ def exported(cache: Cache, arrays: list[jax.Array]) -> export.Exported:
     return export.export(jax.jit(step))(cache, *arrays)
 
 
-CODECS = {"dense": Quantized("float8_e4m3fn"), "ring": None, "pages": Quantized("int8")}
+CODECS = {"dense": Quantized("float8_e4m3fn"), "ring": None, "pages": Quantized("int4")}
 
 
 @pytest.mark.parametrize("storage", STORAGES)

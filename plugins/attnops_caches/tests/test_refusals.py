@@ -104,7 +104,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: dense(codec=Quantized("int8", "head"), key_scale=np.ones(3), value_scale=np.ones(2)),
         r"key_scale has shape \(3,\), but must have shape \(2,\)",
     ),
-    "unknown codec": (lambda: Quantized("int4"), r"dtype='int4' must be one of|int4"),
+    "unknown codec": (lambda: Quantized("int5"), r"dtype='int5' must be one of|int5"),
+    "odd head dim of int4": (
+        lambda: dense(codec=Quantized("int4"), value_head_dim=5),
+        r"value_head_dim=5 is odd, but codec='int4 by token_head' stores two features in a byte: give an even one",
+    ),
+    "odd width of int4": (lambda: dense(codec=Quantized("int4"), width=17), r"width=17 is odd, but codec='int4 by"),
     "unknown scales": (lambda: Quantized("int8", "row"), r"scales='row' must be one of"),
     "integer dtype": (lambda: dense(dtype=jnp.int8), r"dtype=int8 must be float32, bfloat16 or float16"),
     "negative padding": (lambda: dense(starts=[0, -1]), r"starts=\[0, -1\] must be at least 0"),

@@ -50,6 +50,12 @@ class Device:
             2 * (8 * 16 * 128 + 8 * 16 * 4),
             2 * (8 * 32 * 128 + 8 * 128 * 4),
         ),
+        # int4: 128 features of key and 128 of value are 128 bytes
+        (
+            {"page_size": 32, **LLAMA, "codec": Quantized("int4")},
+            8 * 32 * 128 + 2 * 8 * 32 * 4,
+            8 * 32 * 128 + 2 * 8 * 128 * 4,
+        ),
         # 3 heads of scales as 8
         (
             {"page_size": 32, "kv_heads": 3, "head_dim": 128, "codec": Quantized("float8_e4m3fn")},
@@ -71,7 +77,15 @@ def test_a_page_has_these_bytes(sizes: dict[str, Any], cpu: int, tpu: int) -> No
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"codec": Quantized("int8")}, {"codec": Quantized("float8_e5m2")}, {"latent": 5}]
+    "options",
+    [
+        {},
+        {"codec": Quantized("int8")},
+        {"codec": Quantized("float8_e5m2")},
+        {"latent": 5},
+        {"codec": Quantized("int4")},
+        {"codec": Quantized("int4"), "latent": 5},
+    ],
 )
 @pytest.mark.parametrize("layers", [None, 3])
 def test_without_padding_they_are_the_bytes_of_the_arrays(options: dict[str, Any], layers: int | None) -> None:

@@ -98,7 +98,7 @@ def test_explain_describes_latent_and_packed_caches(run_json: Any) -> None:
         (["--source", "DenseCache", "--source-options", "packed=1"], "packed='1' must be true or false"),
         (["--source", "DenseCache", "--source-options", "page_size=16"], "given, but a DenseCache has no pages"),
         (["--source", "DenseCache", "--source-options", "scales=head"], "scales='head' is given, but codec is not"),
-        (["--source", "DenseCache", "--source-options", "codec=int4"], "must be one of"),
+        (["--source", "DenseCache", "--source-options", "codec=int5"], "must be one of"),
         (["--source", "PagedCache", "-S", "40", "-T", "1"], "S=40 must be a multiple of page_size=16"),
         (["--source", "WindowCache", "-S", "4", "-T", "5"], "S=4 slots do not hold the T=5 tokens"),
         (["--source", "DenseCache", "--source-options", "latent=32", "--value-head-dim", "16"], "latent=32 must be at"),

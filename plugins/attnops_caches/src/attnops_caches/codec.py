@@ -12,29 +12,31 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from attnops.typing import DType
 
-# The largest magnitude that is stored; int8 leaves out −128, so that the range is symmetric.
-LARGEST: Final = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+# The largest magnitude that is stored; integers leave out −128 and −8, so that the range is symmetric.
+LARGEST: Final = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int4": 7.0}
 SCALES: Final = ("tensor", "head", "token_head")
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """Tokens are stored in 8 bits, as ``x / scale``; scales are float32 arrays, and may be traced.
+    """Tokens are stored in 8 or 4 bits, as ``x / scale``; scales are float32 arrays, and may be traced.
 
     Attributes:
-        dtype: ``"int8"``, ``"float8_e4m3fn"`` or ``"float8_e5m2"``. int8 is rounded half to even and clipped at ±127;
-            8-bit floats are clipped at their largest finite number.
+        dtype: ``"int8"``, ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"int4"``. Integers are rounded half to even, and
+            clipped at ±127 and ±7; 8-bit floats are clipped at their largest finite number. Two int4 are one byte:
+            head dims and ``width`` must be even.
         scales: what has a scale of its own. ``"token_head"``: each token of each kv head, ``max|x| / largest``, which
             is computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"`` and
             ``"tensor"``: each kv head, or all tokens; the scales are given when the cache is created, and what exceeds
             them is clipped.
 
     With given scales NaN is stored as 0, since int8 has no NaN, and products on TPUs take the NaN of 8-bit floats for a
-    number. With scales by token and head the token's scale becomes NaN, and so does all that is read of it.
+    number. With scales by token and head NaN or infinity in a token makes all that is read of its head NaN.
 
-    A stored token is never quantised again. The error of one element is at most half a step: ``scale / 2`` for int8,
+    A stored token is never quantised again. The error of one element is at most half a step: ``scale / 2`` for
+    integers, which with scales by token and head is ``max|x| / 254`` for int8 and ``max|x| / 14`` for int4;
     ``2 ** -4`` and ``2 ** -3`` of its magnitude for e4m3 and e5m2 (and for magnitudes below the least normal number,
-    ``2 ** -10`` and ``2 ** -17`` times the scale).
+    ``2 ** -10`` and ``2 ** -17`` times the scale). A head whose scale would be below ``2 ** -126`` is read as zeros.
 
     Raises:
         ValueError: an unknown dtype, or unknown scales.
@@ -56,8 +58,13 @@ class Quantized:
 
     @property
     def stored_dtype(self) -> DType:
-        """The dtype of stored tokens."""
-        return jnp.dtype(self.dtype)
+        """The dtype of the elements of stored tokens: int8 for int4, see `per_element`."""
+        return jnp.dtype(jnp.int8 if self.dtype == "int4" else self.dtype)
+
+    @property
+    def per_element(self) -> int:
+        """How many features an element stores: 2 for int4, else 1."""
+        return 2 if self.dtype == "int4" else 1
 
     def encode(self, x: jax.Array, scale: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Tokens as they are stored, and their scales.
@@ -67,7 +74,7 @@ class Quantized:
             scale: [] or [K], float32; None for scales by token and head.
 
         Returns:
-            The stored tokens, of the shape of ``x``; their scales [..., K, n] float32, or ``scale``.
+            The stored tokens [..., K, n, d / per_element]; their scales [..., K, n] float32, or ``scale``.
         """
         wide = x.astype(jnp.float32)
         if scale is None:
@@ -78,11 +85,22 @@ class Quantized:
         scaled = jnp.where(spread == 0, 0.0, wide / jnp.where(spread == 0, 1.0, spread))
         largest = LARGEST[self.dtype]
         scaled = jnp.where(jnp.isnan(scaled), 0.0, jnp.clip(scaled, -largest, largest))
-        return (jnp.round(scaled) if self.dtype == "int8" else scaled).astype(self.stored_dtype), scale
+        stored = (jnp.round(scaled) if "int" in self.dtype else scaled).astype(self.stored_dtype)
+        if self.per_element == 2:
+            low, high = jnp.split(stored, 2, axis=-1)
+            stored = (low & 15) | (high << 4)
+        return stored, scale
 
     def decode(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
-        """Stored tokens [..., K, n, d] as float32."""
-        return stored.astype(jnp.float32) * self.spread(scale)
+        """Stored tokens [..., K, n, d / per_element] as float32 [..., K, n, d]."""
+        return jnp.concatenate(self.parts(stored), axis=-1).astype(jnp.float32) * self.spread(scale)
+
+    def parts(self, stored: jax.Array) -> tuple[jax.Array, ...]:
+        """Stored tokens before they are multiplied by scales: [..., d / per_element] each, features in order.
+
+        Of int4 the first half is in the lower 4 bits. To join the parts takes a CPU as long as to multiply with them.
+        """
+        return (stored << 4 >> 4, stored >> 4) if self.per_element == 2 else (stored,)
 
     def spread(self, scale: jax.Array) -> jax.Array:
         """Scales that broadcast with tokens [..., K, n, d]."""

@@ -108,6 +108,13 @@ class TokenLayout:
         if width is not None and check_size("width", width) < least:
             what = "the features of a latent" if latent is not None else "the features of key and value together"
             raise ValueError(f"width={width} must be at least {least}, {what}; or None for no padding")
+        sizes = {"head_dim": head_dim, "value_head_dim": 0 if latent else dv, "width": width or 0}
+        for name, size in sizes.items():
+            if codec is not None and size % codec.per_element:
+                raise ValueError(
+                    f"{name}={size} is odd, but codec={str(codec)!r} stores two features in a byte: give an even one, "
+                    f"or an 8-bit codec"
+                )
         is_separate = latent is None and width is None and not joins
         return cls(
             content="latent" if latent is not None else "separate" if is_separate else "joined",
@@ -120,7 +127,7 @@ class TokenLayout:
 
     @property
     def stored_dtype(self) -> DType:
-        """The dtype of stored numbers; arrays hold the bits of narrow floats, see `attnops_caches.bits`."""
+        """The dtype of stored elements; arrays hold the bits of narrow floats, see `attnops_caches.bits`."""
         return jnp.dtype(self.dtype) if self.codec is None else self.codec.stored_dtype
 
     @property
@@ -128,21 +135,22 @@ class TokenLayout:
         """Whether each token of each head has scales of its own."""
         return self.codec is not None and self.codec.scales == "token_head"
 
+    def elements(self, features: int) -> int:
+        """How many elements of an array store so many features."""
+        return features if self.codec is None else features // self.codec.per_element
+
     def key_of(self, x: jax.Array) -> jax.Array:
-        """The keys [..., D] of the array of keys [..., W], or of a part of it."""
-        return x[..., : self.head_dim]
+        """The keys of the array of keys, or of a part of it; encoded as they are."""
+        return x[..., : self.elements(self.head_dim)]
 
     def value_of(self, x: jax.Array, value: jax.Array | None) -> jax.Array:
-        """The values [..., Dv] of the arrays of keys and of values, or of parts of them; encoded as they are."""
-        if value is not None:
-            return value
-        Dv = self.value_head_dim
-        return x[..., :Dv] if self.content == "latent" else x[..., self.width - Dv :]
+        """The values of the arrays of keys and of values, or of parts of them; encoded as they are."""
+        return x[..., self.elements(self.width - self.value_head_dim) :] if value is None else value
 
     def encoded(
         self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
     ) -> dict[str, jax.Array]:
-        """Tokens [B, T, K, d] as they are stored, [B, K, T, d], and their scales by token, float32 [B, K, T].
+        """Tokens [B, T, K, d] as they are stored, [B, K, T, elements], and their scales by token, float32 [B, K, T].
 
         Returns:
             What belongs in each array of a `Store`, by its name.
@@ -159,23 +167,26 @@ class TokenLayout:
             arrays[name] = to_bits(stored)
         if self.content != "separate":
             first, last = arrays["key"], [arrays.pop("value")] if value is not None else []
-            padding = self.width - first.shape[-1] - sum(x.shape[-1] for x in last)
+            padding = self.elements(self.width) - first.shape[-1] - sum(x.shape[-1] for x in last)
             zeros = [jnp.zeros((*first.shape[:-1], padding), first.dtype)] if padding else []
             arrays["key"] = jnp.concatenate([first, *zeros, *last], axis=-1)
         return arrays
 
     def decoded(self, arrays: Mapping[str, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
         """Parts of a `Store`'s arrays, by name, [..., K, n, d], as keys and values; float32 with a codec."""
-        stored, key_scale = arrays["key"], arrays["key_scale"]
-        value_scale = key_scale if self.content == "latent" else arrays["value_scale"]
+        stored = arrays["key"]
         assert stored is not None
-        key = from_bits(self.key_of(stored), self.stored_dtype)
-        value = from_bits(self.value_of(stored, arrays.get("value")), self.stored_dtype)
-        if self.codec is not None:
-            assert key_scale is not None
-            assert value_scale is not None
-            key, value = self.codec.decode(key, key_scale), self.codec.decode(value, value_scale)
-        return key, value
+        key = self._decoded(self.key_of(stored), arrays["key_scale"])
+        if self.content == "latent":
+            return key, key[..., : self.value_head_dim]
+        return key, self._decoded(self.value_of(stored, arrays.get("value")), arrays["value_scale"])
+
+    def _decoded(self, stored: jax.Array, scale: jax.Array | None) -> jax.Array:
+        x = from_bits(stored, self.stored_dtype)
+        if self.codec is None:
+            return x
+        assert scale is not None
+        return self.codec.decode(x, scale)
 
     def to_json(self) -> dict[str, Any]:
         """The fields in JSON's terms."""

@@ -37,7 +37,8 @@ def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unp
     if platform != "tpu" and platform not in _UNPADDED:
         raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_UNPADDED, 'tpu']} only")
     layout, K, lead = layout_of(tokens, joins=True)
-    size = _stored_bytes((K, check_size("page_size", page_size), layout.width), layout.stored_dtype, platform)
+    shape = K, check_size("page_size", page_size), layout.elements(layout.width)
+    size = _stored_bytes(shape, layout.stored_dtype, platform)
     if layout.has_token_scales:
         size += (1 if layout.content == "latent" else 2) * _stored_bytes((K, page_size), jnp.float32, platform)
     return math.prod(lead) * size

@@ -90,7 +90,8 @@ class Store:
     """Keys and values of tokens in blocks of n slots.
 
     Attributes:
-        key: [blocks, K, n, W], in the codec's dtype; narrow floats as bits, see `attnops_caches.bits`.
+        key: [blocks, K, n, W], in the codec's dtype; narrow floats as bits, see `attnops_caches.bits`. Two features of
+            int4 are one byte: then W is half the layout's ``width``, and Dv half its ``value_head_dim``.
         value: [blocks, K, n, Dv]; None if the array of keys has the values.
         key_scale: the keys' scales, float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the values' scales, likewise; None for latent content.
@@ -183,8 +184,8 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
     codec, is_latent = layout.codec, layout.content == "latent"
     stored = bits_dtype(layout.stored_dtype)
 
-    def array(d: int) -> jax.Array:
-        return jnp.zeros((*lead, blocks, K, slots, d), stored)
+    def array(features: int) -> jax.Array:
+        return jnp.zeros((*lead, blocks, K, slots, layout.elements(features)), stored)
 
     def scales(name: str, given: ArrayLike | None) -> jax.Array | None:
         if codec is None or codec.scales == "token_head":

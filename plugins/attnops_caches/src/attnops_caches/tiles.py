@@ -54,7 +54,7 @@ class TileLoader(abc.ABC):
     @property
     @abc.abstractmethod
     def itemsize(self) -> int:
-        """The bytes of a stored number."""
+        """The bytes of an element of a stored token."""
 
     @abc.abstractmethod
     def load(self, at: TileAt) -> KeyValue:
@@ -91,23 +91,24 @@ class StoreLoader(TileLoader):
 
     def load(self, at: TileAt) -> KeyValue:
         store, layout = self.store, self.store.layout
-        D, Dv = layout.head_dim, layout.value_head_dim
+        D, Dv, W = map(layout.elements, (layout.head_dim, layout.value_head_dim, layout.width))
         key_scale = self._scale(store.key_scale, at)
         if layout.content == "latent":
-            key = self._operand(self._tile(store.key, 0, D, at), at)
-            return KeyValue(key, key[..., :Dv], key_scale, key_scale)
+            keys, stop = self._operands(self._tile(store.key, 0, D, at), at), layout.value_head_dim
+            values = tuple(x[..., : stop - i * D] for i, x in enumerate(keys) if i * D < stop)
+            return KeyValue(keys, values, key_scale, key_scale)
         if layout.content == "separate":
             assert store.value is not None
             key, value = self._tile(store.key, 0, D, at), self._tile(store.value, 0, Dv, at)
         elif self.itemsize < 4:
             # Narrow numbers are converted in any case, and one gather of both takes up to 0.9 times the CPU time of
             # two; in float32 1.1 times.
-            both = self._tile(store.key, 0, layout.width, at)
+            both = self._tile(store.key, 0, W, at)
             key, value = layout.key_of(both), layout.value_of(both, None)
         else:
-            key, value = self._tile(store.key, 0, D, at), self._tile(store.key, layout.width - Dv, Dv, at)
+            key, value = self._tile(store.key, 0, D, at), self._tile(store.key, W - Dv, Dv, at)
         scales = key_scale, self._scale(store.value_scale, at)
-        return KeyValue(self._operand(key, at), self._operand(value, at), *scales)
+        return KeyValue(self._operands(key, at), self._operands(value, at), *scales)
 
     def _tile(self, x: jax.Array, feature: int, d: int, at: TileAt) -> jax.Array:
         """The tile [heads, size, d], features from ``feature`` on, of an array [blocks, K, n, W] or [L, blocks, …]."""
@@ -139,9 +140,11 @@ class StoreLoader(TileLoader):
             return lax.dynamic_slice(x, _int32(at.head), (at.heads,))[:, None]
         return self._tile(x[..., None], 0, 1, at)[..., 0]
 
-    def _operand(self, x: jax.Array, at: TileAt) -> jax.Array:
-        """In the dtype of products, which holds each number of 8 bits."""
-        return from_bits(x, self.store.layout.stored_dtype).astype(at.dtype)
+    def _operands(self, x: jax.Array, at: TileAt) -> tuple[jax.Array, ...]:
+        """The parts of a tile in the dtype of products, which holds each number of 8 bits."""
+        layout = self.store.layout
+        x = from_bits(x, layout.stored_dtype)
+        return tuple(part.astype(at.dtype) for part in ((x,) if layout.codec is None else layout.codec.parts(x)))
 
 
 def _int32(*indices: Index) -> list[jax.Array]:

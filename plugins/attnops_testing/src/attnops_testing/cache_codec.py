@@ -15,6 +15,7 @@ Array = np.ndarray[Any, Any]
 _FLOATS: Final = {"float8_e4m3fn": (4, 3, 7, 448.0), "float8_e5m2": (5, 2, 15, 57344.0)}
 # Distance from the midpoint of two stored numbers below which float32 and float64 may round differently.
 _MARGIN: Final = 1e-3
+_INTEGERS: Final = {"int8": 127, "int4": 7}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Codec:
     """How tokens of one head are stored.
 
     Attributes:
-        dtype: "int8", "float8_e4m3fn" or "float8_e5m2".
+        dtype: "int8", "float8_e4m3fn", "float8_e5m2" or "int4".
         scales: "tensor", "head" or "token_head".
     """
 
@@ -32,7 +33,7 @@ class Codec:
     @property
     def largest(self) -> float:
         """The largest magnitude that is stored."""
-        return 127.0 if self.dtype == "int8" else _FLOATS[self.dtype][3]
+        return float(_INTEGERS.get(self.dtype) or _FLOATS[self.dtype][3])
 
     def scale(self, x: Array) -> Array:
         """The float32 scale of each token of each head; scales below the smallest normal number are 0.
@@ -59,6 +60,13 @@ class Codec:
             (high - magnitude == magnitude - low) & (upper % 2 == 0)
         )  # fmt: skip
         return np.sign(scaled) * np.where(takes_high, high, low)
+
+    def stored(self, numbers: Array) -> Array:
+        """Numbers of `encode` [..., d] as they are stored: of int4 each byte has number i, and, times 16, i + d / 2."""
+        if self.dtype != "int4":
+            return numbers
+        low, high = np.split(numbers.astype(np.int64), 2, axis=-1)
+        return (low % 16 + 16 * (high % 16)).astype(np.uint8).view(np.int8)
 
     def settled(self, x: Array, scale: Array | None) -> Array:
         """``x``, in which numbers near the midpoint of two stored ones are multiplied by 7/8 until none is near a
@@ -90,9 +98,9 @@ class Codec:
 
 @functools.cache
 def _grid(dtype: str) -> Array:
-    """The finite numbers of a dtype that are not negative, in order; int8 without −128."""
-    if dtype == "int8":
-        return np.arange(128.0)
+    """The finite numbers of a dtype that are not negative, in order."""
+    if dtype in _INTEGERS:
+        return np.arange(_INTEGERS[dtype] + 1.0)
     exponents, mantissa, bias, largest = _FLOATS[dtype]
     steps = 2**mantissa
     numbers = [
@@ -105,5 +113,5 @@ def _grid(dtype: str) -> Array:
 
 
 def stored_dtype(codec: Codec | None, dtype: str) -> Any:
-    """The dtype of stored tokens."""
-    return jnp.dtype(dtype if codec is None else codec.dtype)
+    """The dtype of stored tokens; int8 for two int4."""
+    return jnp.dtype(dtype if codec is None else codec.dtype.replace("int4", "int8"))

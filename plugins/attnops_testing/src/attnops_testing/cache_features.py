@@ -72,7 +72,7 @@ def _features() -> Iterator[tuple[str, CacheFeature]]:
              "Lengths", "KeyPadding", "Dense", "MaskFn", "mask & mask", "mask | mask", "~mask",
              "Ancestors")  # fmt: skip
     yield from group("mask", **{name: {"mask": name} for name in masks})
-    codecs = itertools.product(("int8", "float8_e4m3fn", "float8_e5m2"), ("token_head", "head", "tensor"))
+    codecs = itertools.product(("int8", "float8_e4m3fn", "float8_e5m2", "int4"), ("token_head", "head", "tensor"))
     yield from group("codec", **{f"{dtype} by {by}": {"codec": Codec(dtype, by)} for dtype, by in codecs})
     lengths = {f"{T} queries": {"T": T} for T in (3, PAGE, PAGE + 1, 19)}
     yield from group("length", **lengths)

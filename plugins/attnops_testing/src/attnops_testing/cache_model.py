@@ -173,13 +173,12 @@ class CacheModel:
                 store[name] = np.full(array.shape, 127 if dtype == np.int8 else np.nan, dtype)
             if name.endswith("scale") and self.scales is not None:
                 store[name] = np.asarray(self.scales[name == "value_scale"], np.float32)
-        width = shapes.store.layout.width
         for row in range(self.layout.rows):
             for index in self.held(row):
                 place = self.layout.place(row, index)
                 if index < self.starts[row] or place is None:
                     continue  # left padding is never seen
-                for name, x in self._fields(self.rows[row][index], store, width):
+                for name, x in self._fields(self.rows[row][index], store):
                     store[name][place[0], :, place[1]] = x
         counts = np.array([len(row) for row in self.rows], np.int32)
         fields: dict[str, Any] = {
@@ -200,13 +199,14 @@ class CacheModel:
             fields |= {"table": table, "copied": np.full(self.layout.pages, -1, np.int32)}
         return dataclasses.replace(shapes, **fields)
 
-    def _fields(self, token: Token, store: dict[str, Any], width: int) -> list[tuple[str, Array]]:
-        key = token.key
+    def _fields(self, token: Token, store: dict[str, Any]) -> list[tuple[str, Array]]:
+        key, value = (x if self.codec is None or x is None else self.codec.stored(x) for x in (token.key, token.value))
+        assert key is not None
         if "value" not in store:  # joined or latent, with zeros up to the width
-            parts = [key] if token.value is None else [key, token.value]
-            zeros = np.zeros((len(key), width - sum(x.shape[-1] for x in parts)), key.dtype)
+            parts = [key] if value is None else [key, value]
+            zeros = np.zeros((len(key), store["key"].shape[-1] - sum(x.shape[-1] for x in parts)), key.dtype)
             key = np.concatenate([*parts[:1], zeros, *parts[1:]], axis=-1)
-        fields = [("key", key), ("value", token.value), ("key_scale", token.key_scale),
+        fields = [("key", key), ("value", value), ("key_scale", token.key_scale),
                   ("value_scale", token.value_scale)]  # fmt: skip
         by_token = self.codec is not None and self.codec.scales == "token_head"
         return [(k, v) for k, v in fields if k in store and v is not None and (by_token or not k.endswith("scale"))]
@@ -237,7 +237,7 @@ class CacheModel:
             for index in range(max(self.held(row).start, old[row]), len(self.rows[row])):
                 place = self.layout.place(row, index)
                 assert place is not None
-                for name, x in self._fields(self.rows[row][index], expected, before.store.layout.width):
+                for name, x in self._fields(self.rows[row][index], expected):
                     real = actual[name][place[0], :, place[1]].astype(np.float64)
                     if name.endswith("scale"):
                         np.testing.assert_allclose(real, x, rtol=1e-6, err_msg=f"{name} of row {row}, index {index}")

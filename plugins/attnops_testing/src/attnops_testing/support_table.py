@@ -61,14 +61,18 @@ ROWS: Final[dict[str, dict[str, Any]]] = {
     "max logits": {"return_max_logits": True},
 }
 
+
+def _codecs(*dtypes: str) -> tuple[dict[str, Any], ...]:
+    return tuple({"codec": dtype, "scales": scales} for dtype in dtypes for scales in SCALES)
+
+
 # For a row about caches: storages and descriptions. A row is served if some storage is served with all descriptions.
 CACHES: Final[dict[str, tuple[tuple[str, ...], tuple[dict[str, Any], ...]]]] = {
     "`DenseCache`": (("DenseCache",), ({},)),
     "`WindowCache`": (("WindowCache",), ({},)),
     "`PagedCache`": (("PagedCache",), ({},)),
-    "caches in int8, e4m3, e5m2": (
-        STORAGES, tuple({"codec": codec, "scales": scales} for codec in LARGEST for scales in SCALES),
-    ),
+    "caches in int8, e4m3, e5m2": (STORAGES, _codecs(*LARGEST.keys() - {"int4"})),
+    "caches in int4": (STORAGES, tuple(codec | {"joined": True, "width": 256} for codec in _codecs("int4"))),
     "latent caches (MLA)": (STORAGES, ({"latent": True},)),
     "packed rows over a cache": (STORAGES, ({"is_packed": True},)),
 }  # fmt: skip

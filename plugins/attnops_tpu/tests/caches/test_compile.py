@@ -141,6 +141,7 @@ def test_packed_rows_read_pages_where_they_are(generation: str) -> None:
 CODECS = [
     ("int8", "token_head", 128, 8, "v4"), ("int8", "head", 32, 8, "v5e"), ("float8_e5m2", "tensor", 128, 2, "v5p"),
     ("float8_e4m3fn", "token_head", 256, 1, "v6e"), ("float8_e4m3fn", "head", 64, 2, "tpu7x"),
+    ("int4", "token_head", 128, 8, "v6e"), ("int4", "head", 64, 2, "v4"),
 ]  # fmt: skip
 
 
@@ -176,8 +177,9 @@ def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None
         return WindowCache.create(batch=8, window=1009, max_append=16, kv_heads=4, head_dim=128, layers=8).layer(7)
 
     codec: dict[str, Any] = {"codec": Quantized("int8", "head"), "key_scale": [0.1] * 4, "value_scale": [0.1] * 4}
-    by_token = {"codec": Quantized("int8", "token_head")}
-    for cache in (pages(64, 4, 128), pages(64, 4, 128, **codec), pages(128, 4, 128, **by_token), jax.eval_shape(ring)):
+    by_token, int4 = ({"codec": Quantized(dtype, "token_head")} for dtype in ("int8", "int4"))
+    quantised = (pages(128, 4, 128, **by_token), pages(128, 4, 128, **int4))
+    for cache in (pages(64, 4, 128), pages(64, 4, 128, **codec), *quantised, jax.eval_shape(ring)):
         # A tile of keys and values; all scales of one array are 2 MiB more.
         assert step_temporaries(cache, generation, T) <= 5 << 19
 

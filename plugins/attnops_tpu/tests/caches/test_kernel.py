@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,35 @@ def test_features_are_read_in_place_and_right(features: tuple[str, ...]) -> None
     assert not reasons(SUBJECT, features)
     outcome = check_cache(SUBJECT, features)
     assert outcome.status is Status.RIGHT, outcome.detail
+
+
+INT4 = (
+    ("paged", "int4 by token_head", "Causal", "GQA", "3 queries", "left padding", "op.step"),
+    ("ring", "int4 by head", "5 queries", "bfloat16", "logsumexp"),
+    ("paged", "packed rows", "int4 by tensor", "window per head", "4 queries"),
+)
+
+
+@pytest.mark.parametrize("features", INT4, ids="+".join)
+@pytest.mark.slow
+@pytest.mark.tier(every=2)
+def test_int4_of_whole_registers_is_read_in_place_and_right(features: tuple[str, ...]) -> None:
+    problem = dataclasses.replace(cache_problem(SUBJECT, features), head_dim=128)
+    operation = SUBJECT.make(problem.metadata)
+    request = operation.request(problem.query, problem.after.cache(), **problem.options)
+    assert not in_place_reasons(operation, "tpu", request)
+    problem.check(operation, SUBJECT.compiler_options)
+
+
+def test_int4_that_is_not_read_in_place_is_told() -> None:
+    def pages(head_dim: int, **options: Any) -> Cache:
+        return PagedCache.create(batch=2, pages=4, page_size=128, max_pages=2, kv_heads=2, head_dim=head_dim,
+                                 codec=Quantized("int4"), **options)  # fmt: skip
+
+    assert told(pages(128)) == told(pages(256)) == []
+    assert told(pages(64, width=256)) == ["head_dim", "value_head_dim"]
+    assert told(pages(128, width=384)) == ["width"]
+    assert "cache" in told(pages(256, latent=128))
 
 
 @pytest.mark.slow

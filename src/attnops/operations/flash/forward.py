@@ -4,6 +4,9 @@ arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135).
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -32,14 +35,14 @@ class KeyValue(NamedTuple):
     """A tile of keys and values, in the dtype of products' operands.
 
     Attributes:
-        key: [P, bk, D].
-        value: [P, bk, Dv].
+        key: [P, bk, D]; or parts of it whose features follow one another, which are never joined.
+        value: [P, bk, Dv]; likewise.
         key_scale: the factor that keys still lack, float32, broadcasts to [P, bk]; None for 1.
         value_scale: the factor that values still lack, float32, broadcasts to [P, bk]; None for 1.
     """
 
-    key: jax.Array
-    value: jax.Array
+    key: jax.Array | tuple[jax.Array, ...]
+    value: jax.Array | tuple[jax.Array, ...]
     key_scale: jax.Array | None = None
     value_scale: jax.Array | None = None
 
@@ -106,13 +109,15 @@ def forward(
 
         def step(kv_tile: Index, carry: _Softmax, masked: bool) -> _Softmax:
             index = plan.tile_index(group, q_tile, kv_tile, transposed=False)
-            k_, v_, key_scale, value_scale = load_key_value(group, kv_tile)
+            *parts, key_scale, value_scale = load_key_value(group, kv_tile)
+            k_, v_ = (x if isinstance(x, tuple) else (x,) for x in parts)
             visible = allowed(plan, arrays.mask, index, ragged_queries=False) if masked else None
             if visible is not None and scoring.has_fully_masked_tokens:
-                k_, v_ = (zero_masked_tokens(x, visible, axis=1) for x in (k_, v_))
+                k_, v_ = (tuple(zero_masked_tokens(x, visible, axis=1) for x in xs) for xs in (k_, v_))
                 if value_scale is not None:  # it may be NaN for a slot without a token
                     value_scale = jnp.where(visible.any(axis=1), value_scale, 0.0)
-            scores = plan.scores(q_, k_)  # [P, R, bk]
+            queries = jnp.split(q_, [*itertools.accumulate(x.shape[-1] for x in k_[:-1])], axis=-1)
+            scores = functools.reduce(operator.add, map(plan.scores, queries, k_))  # [P, R, bk]
             if key_scale is not None:
                 scores = scores * key_scale[..., None, :]
             if scoring.has_cap_or_bias:
@@ -128,7 +133,7 @@ def forward(
             weights = dropout(scoring, arrays.seed, index)(weights)
             if value_scale is not None:
                 weights = weights * value_scale[..., None, :]
-            new = plan.product(weights.astype(plan.dtype), v_, 2, 1)
+            new = jnp.concatenate([plan.product(weights.astype(plan.dtype), x, 2, 1) for x in v_], axis=-1)
             if of_rows and visible is not None:
                 new = jnp.where(visible.any(axis=-1, keepdims=True), new, 0.0)
             acc = carry.acc * alpha[..., None] + new

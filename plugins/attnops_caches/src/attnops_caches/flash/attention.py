@@ -28,6 +28,7 @@ from attnops.operations.flash.tile_schedule import NativeTileSchedule
 from attnops.operations.flash.tile_sizes import NativeTileSizes, choose_tiles
 from attnops.output import OperationOutput
 from attnops_caches.calls.reader import READERS, CacheLimits, CacheOptions, CacheReader, cache_of
+from attnops_caches.codec import LARGEST
 from attnops_caches.flash import whole
 from attnops_caches.masks.chosen import smallest_block
 from attnops_caches.masks.packed import by_query
@@ -156,13 +157,10 @@ def _tile_at(plan: NativePlan, backend: CachedFlash, group: Index, kv_tile: Inde
 _compiled = jax.jit(_forward, static_argnums=(0, 1))
 
 
-CODECS: Final = frozenset({"int8", "float8_e4m3fn", "float8_e5m2"})
-
-
 class NativeFlashReader(CacheReader):
     """Reads tiles of any cache that has a loader, see `attnops_caches.Cache.loader`."""
 
-    limits: ClassVar[CacheLimits] = CacheLimits(storages=None, codecs=CODECS, latent=True, packed=True)
+    limits: ClassVar[CacheLimits] = CacheLimits(storages=None, codecs=frozenset(LARGEST), latent=True, packed=True)
 
     def unsupported(self, operation: FlashAttention, request: AttentionRequest) -> Iterable[Reason]:
         if not cache_of(request).has_loader:

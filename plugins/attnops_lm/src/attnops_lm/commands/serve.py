@@ -22,7 +22,7 @@ def command(
     operation: Annotated[str, typer.Option(help="The attention operation, of any installed distribution.")] = "flash",
     codec: Annotated[
         str | None,
-        typer.Option(help="Codec of keys and values: int8, float8_e4m3fn or float8_e5m2.", show_default="none"),
+        typer.Option(help="Codec of keys and values: int8, float8_e4m3fn, float8_e5m2 or int4.", show_default="none"),
     ] = None,
     rows: Annotated[int, typer.Option(help="Requests that run at a time.")] = 16,
     pages: Annotated[int, typer.Option(help="Pages of all requests together.")] = 1024,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops_caches import Quantized
+from attnops_caches.codec import LARGEST
 
 Array = np.ndarray[Any, Any]
 # The standard deviation of scores: a few tokens have most of the weight, so that the output depends on each of them.
@@ -103,7 +104,7 @@ class Tokens:
         """One scale for all tokens, by which a codec represents the largest number; for codecs with given scales."""
         _, key, value = self.inputs
         largest = max(float(np.abs(x).max()) for x in (key, value))
-        return largest / (127.0 if codec.dtype == "int8" else float(jnp.finfo(codec.stored_dtype).max))
+        return largest / LARGEST[codec.dtype]
 
     def dequantised(self, codec: Quantized | None, row: int) -> tuple[Array, Array]:
         """Key [S, K, D] and value [S, K, Dv] of one row, quantised by the codec, if any, and dequantised; float32."""

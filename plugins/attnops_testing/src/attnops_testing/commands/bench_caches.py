@@ -23,7 +23,7 @@ Storage = Annotated[
     typer.Option(help="The cache of keys and values, S slots per row: DenseCache, WindowCache or PagedCache."),
 ]
 PageSize = Annotated[int | None, typer.Option(help="Slots per page.", show_default="16", min=1)]
-Codec = Annotated[str | None, typer.Option(help="int8, float8_e4m3fn or float8_e5m2.")]
+Codec = Annotated[str | None, typer.Option(help="int8, float8_e4m3fn, float8_e5m2 or int4.")]
 Scales = Annotated[
     str | None, typer.Option(help="Scales of the codec: tensor, head or token_head.", show_default="token_head")
 ]

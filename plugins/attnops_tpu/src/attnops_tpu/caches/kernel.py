@@ -188,11 +188,16 @@ class Kernel:
         return self._load(array, chunk, slice(plan.value_start, plan.value_start + plan.value_lanes))
 
     def _load(self, array: int, chunk: Chunk, features: slice) -> jax.Array:
-        ref, reads = self.refs.buffers[array], []
+        ref, reads, packed = self.refs.buffers[array], [], self.plan.packed
+        elements = slice(features.start // packed, features.stop // packed)
         for first, size in ranges(chunk.size, LANES if chunk.between.has_any else chunk.size):
-            reads.append(ref[chunk.buffer, chunk.head, pl.ds(chunk.start + first, size), features])
+            reads.append(ref[chunk.buffer, chunk.head, pl.ds(chunk.start + first, size), elements])
             chunk.between.go_on()
         x = reads[0] if len(reads) == 1 else jnp.concatenate(reads, axis=0)
+        if packed == 2:
+            bits = x.astype(jnp.int32)
+            x = jnp.concatenate([bits << 28 >> 28, bits << 24 >> 28], axis=1).astype(jnp.float32)
+            return x.astype(self.plan.operand)
         return _floats(x, self.plan.stored).astype(self.plan.operand)
 
     def _scale(self, array: int, chunk: Chunk) -> Any:

@@ -42,6 +42,12 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
     if not cache.is_packed and not rows_a_call(tiles):
         yield Reason("query", request.query_length, f"is {tiles} tiles of queries a row, more than {MAX_ITEMS}",
                      "give it in several calls")  # fmt: skip
+    if cache.codec == "int4":
+        for name, dim in ("head_dim", request.head_dim), ("value_head_dim", request.value_head_dim):
+            if dim % LANES:
+                yield Reason(name, dim, f"must be a multiple of {LANES} in int4 to be read in place", "use int8")
+        if cache.latent:
+            yield Reason("cache", "latent int4", "is not read in place", "use an 8-bit codec")
     if not request.interpret:
         yield from _layout(request)
 
@@ -64,15 +70,17 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
     dims = {"width": cache.width} if cache.joined or cache.latent else {
         "head_dim": request.head_dim, "value_head_dim": request.value_head_dim
     }  # fmt: skip
+    packed = 2 if cache.codec == "int4" else 1
     itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
     by_token = cache.scales == "token_head"
     rows, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, slots_of_row(request))
     what = ("page_size", cache.page_size) if cache.page_size else ("length", slots_of_row(request))
-    wider = f"create the cache with width={-(-least // LANES) * LANES}"
+    multiple = LANES * packed
+    wider = f"create the cache with width={-(-least // multiple) * multiple}"
     for name, dim in dims.items():
-        if dim % LANES:
+        if dim % multiple:
             # The compiler keeps another axis of such arrays in the lanes: each call would copy all of the cache.
-            yield Reason(name, dim, f"must be a multiple of {LANES} to be read in place", wider)
+            yield Reason(name, dim, f"must be a multiple of {multiple} to be read in place", wider)
     if unit % rows or math.lcm(unit, LANES) > 8 * max(unit, LANES):
         yield Reason(*what, f"must be a multiple of {rows} to be read in place")
     elif by_token and unit % LANES:

@@ -54,6 +54,7 @@ class CachePlan:
     cores: int  # the cores that share a kernel's grid; items are given to them in turn
     dtype: np.dtype  # the dtype of queries and weights in products
     stored: np.dtype  # the dtype of stored tokens
+    packed: int  # features per element of a stored token: 2 for int4
     operand: np.dtype  # the dtype of keys and values in products
     out_dtype: np.dtype  # the dtype of the output
     scales: str  # what has a scale of its own, "token_head" or "head"; empty if tokens are not quantised

@@ -20,11 +20,11 @@ CacheType = TypeVar("CacheType", bound=StoredCache)
 
 
 class TPUCacheReader(CacheReader):
-    """Reads every storage and codec in place; Pallas is imported by the first call."""
+    """Reads every storage and codec in place, int4 of some head dims; Pallas is imported by the first call."""
 
     limits: ClassVar[CacheLimits] = CacheLimits(
         storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
-        codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
+        codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2", "int4"}),
         latent=True,
         packed=True,
     )

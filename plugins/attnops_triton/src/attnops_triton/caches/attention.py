@@ -63,20 +63,23 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
     keys = cache.batch * S if is_packed else S
     scoring = describe((T, keys), call.mask, call.bias, call.logits_soft_cap, 0.0, call.sinks is not None, by_row=True)
     arch = "" if metadata.interpret else current() or device_arch()
-    stored = jnp.dtype(store.layout.stored_dtype).name
-    dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(cache.codec))
+    codec, stored = cache.codec, jnp.dtype(store.layout.stored_dtype).name
+    if codec is not None:
+        stored = codec.dtype
+    dtype = operand_dtype(call.query.dtype.name, jnp.dtype(cache.dtype).name, bool(codec))
     in_order = is_packed and current_splits() > 0
     # Tile sizes must not depend on T then: products of other sizes may be summed in another order.
-    rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(cache.codec), arch)
+    rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(codec), arch)
     tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
     content = store.layout.content
-    key_features, value_features = features(D, Dv, store.layout.width, content, dtype)
+    packed = 1 if codec is None else codec.per_element
+    key_features, value_features = features(D, Dv, store.layout.width, content, dtype, packed)
     new_blocks = 1 if writes == 1 or not page else (writes - 1) // page + 2
     plan = CachePlan(
         B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, keys=key_features, values=value_features, tiles=tiles,
         is_even=S % tiles.bk == 0, is_packed=is_packed, in_order=in_order, page=page, pages=pages,
         blocks=store.own_blocks, is_joined=content == "joined", is_latent=content == "latent", stored=stored,
-        scales="" if cache.codec is None else cache.codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
+        scales="" if codec is None else codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
         assembly=assembly(stored, dtype, arch), scale=float(call.scale),
         tf32=dtype == "float32" and metadata.precision == lax.Precision.DEFAULT, new_blocks=new_blocks if writes else 0,
         mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense),
@@ -88,7 +91,7 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
 
 
 def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
-    """The dtype of products' operands. float16 represents all 8-bit numbers exactly."""
+    """The dtype of products' operands. float16 represents all numbers of 8 bits or 4 exactly."""
     if query != cache or query == "float32":
         return "float32"
     return "float16" if has_codec else query

@@ -17,6 +17,9 @@ def unsupported(request: AttentionRequest) -> Iterator[Reason]:
         yield Reason("cache", request.key_length, "slots in all rows together are more than int32 counts",
                      "give packed rows in several calls")  # fmt: skip
     cache = cache_of(request)
+    if cache.latent and cache.codec == "int4":
+        yield Reason("cache", "latent int4", "has values in parts of both halves of keys, which are not read in place",
+                     "use an 8-bit codec")  # fmt: skip
     slots, features = cache.page_size or slots_of_row(request), max(cache.width, request.value_head_dim)
     if slots * features >= 1 << 31:
         yield Reason("cache", slots, f"slots of {features} features of one head are more than int32 counts",

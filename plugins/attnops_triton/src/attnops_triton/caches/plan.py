@@ -17,6 +17,8 @@ class HeadDimChunk:
     start: int  # the first feature
     width: int  # the number of features, including the zeros from ``stop`` on; a power of two
     stop: int  # one past the last feature
+    # 1 for features in the upper 4 bits of the bytes of the chunk before, whose features are in the lower; else 0
+    upper: int = 0
 
     @property
     def is_padded(self) -> bool:
@@ -29,8 +31,8 @@ class Features:
     """The features of keys or of values in an array of the cache."""
 
     chunks: tuple[HeadDimChunk, ...]
-    first: int  # the first of them in a token of the array
-    width: int  # features of a token in the array
+    first: int  # the first of their elements in a token of the array
+    width: int  # elements of a token in the array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +65,9 @@ class KernelOptions:
     page: int  # slots per page; 0 for a storage without pages
     is_joined: bool  # whether values are the last Dv features of the array of keys
     is_latent: bool  # whether values are the first Dv features of keys
-    stored: str  # the dtype of stored tokens
+    stored: str  # the dtype of stored tokens, or of their codec
     scales: str  # what shares a scale: "token_head" (one per token and head), "head" or "tensor"; empty for no scales
-    assembly: str | None  # the PTX that converts four stored numbers; None to convert one at a time
+    assembly: tuple[str, ...] | None  # the PTX that converts four stored numbers; None to convert one at a time
     dtype: str  # the dtype of products' operands
     scale: float  # the softmax scale
     tf32: bool  # whether products of float32 may be rounded to TF32
@@ -205,16 +207,26 @@ class CachePlan(KernelOptions):
         return KernelOptions(**fields | unused | {"tiles": tiles, "scale": self.score_unit, "merged": merged})
 
 
-def features(D: int, Dv: int, width: int, content: str, dtype: str) -> tuple[Features, Features]:
+def features(D: int, Dv: int, width: int, content: str, dtype: str, packed: int = 1) -> tuple[Features, Features]:
     """The features of keys and of values in arrays with ``width`` features per token and such a
-    `attnops_caches.TokenLayout.content`; in a latent cache those of keys that are also the value come first.
+    `attnops_caches.TokenLayout.content`; in a latent cache those of keys that are also the value come first. An element
+    of an array has ``packed`` features.
     """
 
     def chunks(first: int, stop: int) -> tuple[HeadDimChunk, ...]:
-        found = head_dim_chunks(stop - first, 64 if dtype == "float32" else 512)
-        return tuple(HeadDimChunk(first + start, size, stop) for start, size in found)
+        each = (stop - first) // packed
+        found, firsts = (
+            head_dim_chunks(each, 64 if dtype == "float32" else 512),
+            [first + i * each for i in range(packed)],
+        )
+        return tuple(
+            HeadDimChunk(first + start, size, first + each, upper)
+            for start, size in found
+            for upper, first in enumerate(firsts)
+        )
 
     values = chunks(0, Dv)
     keys = values + chunks(Dv, D) if content == "latent" else chunks(0, D)
     joined = width - Dv if content == "joined" else 0
-    return Features(keys, 0, width), Features(values, joined, Dv if content == "separate" else width)
+    value_width = Dv if content == "separate" else width
+    return Features(keys, 0, width // packed), Features(values, joined // packed, value_width // packed)

@@ -17,11 +17,11 @@ CacheType = TypeVar("CacheType", bound=StoredCache)
 
 
 class TritonCacheReader(CacheReader):
-    """Reads every storage and codec in place; Triton is imported by the first call."""
+    """Reads every storage and codec in place, except latent content in int4; Triton is imported by the first call."""
 
     limits: ClassVar[CacheLimits] = CacheLimits(
         storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
-        codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
+        codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2", "int4"}),
         latent=True,
         packed=True,
     )

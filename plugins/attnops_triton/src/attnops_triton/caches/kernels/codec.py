@@ -1,4 +1,4 @@
-"""Stored 8-bit numbers as operands of products.
+"""Stored numbers of 8 or 4 bits as operands of products.
 
 float16 represents each of them exactly, so that operands are float16 for every query dtype but float32. Stores hold
 8-bit floats as integers with the same bits. None of them is NaN: for a NaN `attnops_caches.Quantized` stores 0, or a
@@ -26,6 +26,17 @@ prmt.b32 $1, u, 0x64646464, 0x5352;
 sub.f16x2 $0, $0, c;
 sub.f16x2 $1, $1, c;
 }"""
+# int4: the same of the lower 4 bits of each byte, which with the sign bit inverted are x + 8.
+_INT4: Final = """{
+.reg .b32 u, c;
+lop3.b32 u, $2, 0x0f0f0f0f, 0x08080808, 0x6a;
+mov.b32 c, 0x64086408;
+prmt.b32 $0, u, 0x64646464, 0x5150;
+prmt.b32 $1, u, 0x64646464, 0x5352;
+sub.f16x2 $0, $0, c;
+sub.f16x2 $1, $1, c;
+}"""
+_INT4_UPPER: Final = _INT4.replace("lop3.b32 u, $2,", "shr.b32 u, $2, 4;\nlop3.b32 u, u,")
 # These 8 bits are the upper half of a float16.
 _E5M2: Final = """{
 prmt.b32 $0, $2, 0, 0x1404;
@@ -53,24 +64,28 @@ mov.b32 {a, b}, $2;
 cvt.rn.f16x2.e4m3x2 $0, a;
 cvt.rn.f16x2.e4m3x2 $1, b;
 }"""
-_PTX: Final = {"int8": _INT8, "float8_e5m2": _E5M2, "float8_e4m3fn": _E4M3}
+_PTX: Final = {
+    "int8": (_INT8,), "float8_e5m2": (_E5M2,), "float8_e4m3fn": (_E4M3,), "int4": (_INT4, _INT4_UPPER),
+}  # fmt: skip
 
 
-def assembly(stored: str, dtype: str, arch: str) -> str | None:
-    """The PTX that converts four stored numbers; None to convert one at a time."""
+def assembly(stored: str, dtype: str, arch: str) -> tuple[str, ...] | None:
+    """The PTX that converts four stored numbers; then, of int4, those in the upper 4 bits. None: one at a time."""
     if stored not in _PTX or dtype != "float16" or not arch or is_amd(arch):
         return None
     in_pairs = stored == "float8_e4m3fn" and capability(arch) >= 90
-    return (_E4M3_IN_PAIRS if in_pairs else _PTX[stored]).replace("\n", " ")
+    return tuple(text.replace("\n", " ") for text in ((_E4M3_IN_PAIRS,) if in_pairs else _PTX[stored]))
 
 
 @triton.jit
-def decode(x, options: tl.constexpr):
-    """Loaded numbers as operands."""
+def decode(x, upper: tl.constexpr, options: tl.constexpr):
+    """Loaded numbers as operands; ``upper``: 1 for those in the upper 4 bits, else 0."""
     if options.assembly is not None:
         # Marked impure: otherwise Triton first moves the bytes, one by one, to the operands' layout, and converts after
         # that.
-        x = tl.inline_asm_elementwise(options.assembly, "=r,=r,r", [x], tl.float16, False, 4)
+        x = tl.inline_asm_elementwise(options.assembly[upper], "=r,=r,r", [x], tl.float16, False, 4)
+    elif options.stored == "int4":
+        x = ((x.to(tl.int32) << 28 - 4 * upper) >> 28).to(options.operand)
     elif options.stored == "float8_e5m2":
         x = (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(options.operand)
     elif options.stored == "float8_e4m3fn":

@@ -77,14 +77,15 @@ def load_tokens(array, tile, k, seen, options: tl.constexpr, of_keys: tl.constex
         at = array + rows + (tile.within * features.width)[:, None]
     loaded = ()
     for i in tl.static_range(len(features.chunks)):
-        columns = columns_of(i, options, of_keys)
-        if guarded:
-            chunk = tl.load(at + features.first + columns, mask=mask_of(i, seen, options, of_keys), other=0)
-        elif features.chunks[i].is_padded:
-            chunk = tl.load(at + features.first + columns, mask=columns < features.chunks[i].stop, other=0)
-        else:
-            chunk = tl.load(at + features.first + columns)
-        loaded = loaded + (decode(chunk, options),)
+        if features.chunks[i].upper == 0:  # else its bytes are those of the chunk before
+            columns = columns_of(i, options, of_keys)
+            if guarded:
+                chunk = tl.load(at + features.first + columns, mask=mask_of(i, seen, options, of_keys), other=0)
+            elif features.chunks[i].is_padded:
+                chunk = tl.load(at + features.first + columns, mask=columns < features.chunks[i].stop, other=0)
+            else:
+                chunk = tl.load(at + features.first + columns)
+        loaded = loaded + (decode(chunk, features.chunks[i].upper, options),)
     return loaded
 
 

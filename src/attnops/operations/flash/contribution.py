@@ -16,7 +16,7 @@ from jax import lax
 from attnops.kernels.flash import FlashCall, Operands
 from attnops.masks.coverage import Coverage
 from attnops.operations.flash.backend import NativeFlash, call_once, coverage_of
-from attnops.operations.flash.operands import NativeArrays, numbers_of, zeros
+from attnops.operations.flash.operands import NativeArrays, numbers_of, pack_rows, zeros
 from attnops.operations.flash.plan import NativePlan
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
 from attnops.softmax import Contribution
@@ -122,9 +122,7 @@ def _tiles(plan: NativePlan, x: jax.Array, tiles: int, size: int) -> jax.Array:
 
 def _rows(plan: NativePlan, x: jax.Array, fill: float) -> jax.Array:
     """[B, H, T] to [groups, nq, P, R], ``fill`` at the ragged end."""
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nq * plan.bq - plan.T)), constant_values=fill)
-    x = x.reshape(plan.groups, plan.problems_per_tile, plan.G, plan.nq, plan.bq)
-    return x.transpose(0, 3, 1, 2, 4).reshape(plan.groups, plan.nq, plan.problems_per_tile, plan.R)
+    return pack_rows(plan, x, fill).reshape(plan.groups, plan.problems_per_tile, plan.nq, plan.R).swapaxes(1, 2)
 
 
 def _from_rows(plan: NativePlan, x: jax.Array) -> jax.Array:

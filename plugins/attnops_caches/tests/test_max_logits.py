@@ -11,24 +11,14 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops_caches import PagedCache, in_place_reasons
+from attnops_caches import DenseCache, in_place_reasons
 from attnops_testing.cache_features import cache_rows
 from attnops_testing.caches import cache_problem
 from attnops_testing.pairs import joined
 from attnops_testing.runner import Subject
 
 NATIVE = Subject(operation="attnops:flash", platform="cpu")
-PACKED = (
-    "Causal",
-    "int8 by token_head",
-    "3 queries",
-    "paged",
-    "packed rows",
-    "GQA",
-    "left padding",
-    "sinks",
-    "soft cap",
-)
+PACKED = "Causal", "int8 by token_head", "3 queries", "paged", "packed rows", "GQA", "left padding", "sinks", "soft cap"
 READ = ("SlidingWindow", "5 queries", "ring", "GQA", "op.step", "sinks")
 
 
@@ -51,10 +41,10 @@ def test_other_kernels_read_the_cache_into_arrays(platform: str) -> None:
     check(Subject(operation="flash", platform=platform, interpret=True), READ)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
+@pytest.mark.parametrize("platform", ["cpu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tpu", "cuda"))])
 def test_what_a_reader_does_not_return_is_a_reason(platform: str) -> None:
     operation = OperationRegistry.create("flash", OperationMetadata(platform=platform, interpret=platform != "cpu"))
-    cache = PagedCache.create(batch=1, length=128, page_size=128, kv_heads=2, head_dim=128, dtype=jnp.float32)
+    cache = DenseCache.create(batch=1, length=128, kv_heads=2, head_dim=128, dtype=jnp.float32)
     query = jax.ShapeDtypeStruct((1, 1, 2, 128), np.float32)
     request = operation.request(query, cache, mask=Causal(), return_max_logits=True)
     reasons = in_place_reasons(operation, {"cpu": "native", "cuda": "gpu"}.get(platform, platform), request)

@@ -438,3 +438,34 @@ def test_reordering_keeps_types(axis: int) -> None:
     np.testing.assert_array_equal(np.asarray(there)[0], [0, 1, 6, 7, 2, 3, 4, 5])
     assert jax.typeof(there).sharding.spec == jax.P("dp", "sp")
     np.testing.assert_array_equal(restore(there, 2, "zigzag", axis), tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_largest_scores_are_those_over_all_devices(strategy: str, order: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 32, h, 8)), jnp.float32) for h in (4, 2, 2))
+    options = {"mask": SlidingWindow(9, 0) & KeyPadding(jnp.arange(32)[None] > 3), "sinks": jnp.array([9.0, 0, -9, 1])}
+
+    def run(operation: Any, order: str | None = None) -> Any:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            given = (x if order is None else reorder(x, 2 if strategy == "usp" else 4, order) for x in (q, k, v))
+            named = {} if order is None else {"order": order, "strategy": strategy}
+            found = operation(*given, **options, **named, return_max_logits=True)
+            out, highest = found.attention_outputs, found.max_logits
+            if order is not None:
+                n = 2 if strategy == "usp" else 4
+                out, highest = restore(out, n, order), restore(highest, n, order, axis=2)
+            seen = jnp.where(jnp.isfinite(highest), highest, 0)
+            return (out * jnp.cos(out)).sum() + (seen**2).sum(), highest
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    names = ("a", "b") if strategy == "usp" else ("sp",)
+    mesh = create_mesh((2, 2) if strategy == "usp" else (4,), names, devices=jax.devices()[:4])
+    rules = AxisRules(query_length=names, kv_length=names)
+    ring: Any = OperationRegistry.create("ring", OperationMetadata(mesh=mesh, axis_rules=rules))
+    found, expected = run(ring, order), run(OperationRegistry.create("attnops:vanilla"))
+    assert np.isneginf(expected[1][:, :, :4]).all()
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found, expected)

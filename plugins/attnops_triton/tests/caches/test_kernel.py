@@ -43,6 +43,7 @@ SLOW = (
     ("float8_e5m2 by tensor", "MQA", "sinks", "soft cap", "query_lengths", "4 queries", "float16"),
     ("ring", "int8 by head", "latent", "logsumexp", "float16"),
     ("paged", "int4 by token_head", "GQA", "3 queries", "packed rows", "float16", "Causal"),
+    ("ring", "SlidingWindow", "GQA"),  # a mask of eleven values
     ("ring", "int4 by tensor", "joined", "MQA", "sinks", "float16"),
     ("int4 by head", "D ≠ Dv", "op.step", "5 queries", "Causal"),
     ("paged", "float8_e4m3fn by token_head", "latent", "19 queries", "GQA", "float16", "op.step"),

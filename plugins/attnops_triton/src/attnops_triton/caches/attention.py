@@ -128,7 +128,9 @@ def _launch(
         tokens = map(text.format, Tokens._fields)
         named[group] = Tokens(*(name if name in names else None for name in tokens))
     for group in ("mask", "dense", "bias"):
-        named[group] = tuple(x for x in names if re.fullmatch(rf"{group}\d+", x))
+        # By number: a program's dictionaries have "mask10" before "mask2".
+        found = (x for x in names if re.fullmatch(rf"{group}\d+", x))
+        named[group] = tuple(sorted(found, key=lambda x: (len(x), x)))
     sizes = {name: getattr(plan, name) for name in Sizes._fields if name not in Sizes._field_defaults}
     fields: dict[str, Any] = {name: name for name in sizes}
     strides = {name: (f"{name}_b", f"{name}_h") for name in names if name in (*named["dense"], "array")}

@@ -158,3 +158,24 @@ def test_the_loss_is_the_divergence_from_the_weights_and_its_gradient_their_diff
     wanted = np.where(p > 0, p * np.log(np.where(p > 0, p, 1) / np.where(p > 0, softmax, 1)), 0).sum(-1).mean()
     np.testing.assert_allclose(loss, wanted, rtol=1e-4)
     np.testing.assert_allclose(gradient, (softmax - p) / (B * T), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda q, k: moba(FLASH, q, k, k, block=4, top_k=2, q_block=3), "q_block=3 must divide kv_block=4"),
+        (lambda q, k: moba(FLASH, q, k, k, block=4, top_k=0), "top_k=0 must be above always=0"),
+        (lambda q, k: moba(FLASH, q[:, 1:], k, k, block=4, top_k=2), f"query has {T - 1} tokens and key {T}"),
+        (
+            lambda q, k: nsa(FLASH, q, k, k, jnp.zeros((B, T, H, 3)), block=4, top_k=1, window=4),
+            "top_k=1 must be above always=1",
+        ),
+        (
+            lambda q, k: attend_to_tokens(FLASH, q[:, :2], k, k, jnp.zeros((B, 2, 3), jnp.int32)),
+            "query has 2 queries a row and tokens 2, but both must have one",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Callable[..., jax.Array], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(call, *qkv()[:2])

@@ -41,7 +41,14 @@ def top_blocks(scores: jax.Array, top_k: int, q_block: int, kv_block: int, alway
 
     Returns:
         int32 [B, n, nq, min(top_k, nk)]: the own block and the best of those before it; -1 where there are fewer.
+
+    Raises:
+        ValueError: ``q_block`` does not divide ``kv_block``, or ``top_k`` is not above ``always``.
     """
+    if kv_block % q_block:
+        raise ValueError(f"q_block={q_block} must divide kv_block={kv_block}, so that queries share their own block")
+    if top_k <= always:
+        raise ValueError(f"top_k={top_k} must be above always={always}: the query's own block is one of the top k")
     own = (q_block * jnp.arange(scores.shape[2])[:, None]) // kv_block
     block = jnp.arange(scores.shape[3])
     scores = jnp.where((block == own) | (block < always), jnp.inf, scores.astype(jnp.float32))
@@ -67,7 +74,11 @@ def moba(
 
     Returns:
         [B, T, H, Dv]. Differentiable; the choice has no gradient. The scores of blocks are O(T / q_block · T / block).
+
+    Raises:
+        ValueError: lengths that differ, or a size that does not fit, see `top_blocks`.
     """
+    _check_lengths(query, key)
     B, _, H, D = query.shape
     K, keys = key.shape[2], pooled(key, block)
     queries = pooled(query, q_block).reshape(B, -1, K, H // K, D).sum(axis=3)
@@ -96,7 +107,11 @@ def nsa(
 
     Returns:
         [B, T, H, Dv]. Differentiable; the choice has no gradient. The weights of blocks are O(H · T · T / block).
+
+    Raises:
+        ValueError: lengths that differ, or ``top_k`` below 2.
     """
+    _check_lengths(query, key)
     B, T, H, D = query.shape
     K, (keys, values) = key.shape[2], (pooled(x, block) for x in (key, value))
     # A pooled block is seen from its last key on.
@@ -112,3 +127,8 @@ def nsa(
     of_window = operation(query, key, value, mask=SlidingWindow(window - 1, 0))
     branches = [x.attention_outputs for x in (of_pooled, of_chosen, of_window)]
     return sum(gates[..., i, None].astype(x.dtype) * x for i, x in enumerate(branches))  # type: ignore[return-value]
+
+
+def _check_lengths(query: jax.Array, key: jax.Array) -> None:
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(f"query has {query.shape[1]} tokens and key {key.shape[1]}, but they must be the same tokens")

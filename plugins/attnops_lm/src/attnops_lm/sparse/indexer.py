@@ -83,7 +83,15 @@ def attend_to_tokens(
 
     Returns:
         [B, 1, H, Dv].
+
+    Raises:
+        ValueError: several queries a row.
     """
+    if query.shape[1] != 1 or tokens.shape[1] != 1:
+        raise ValueError(
+            f"query has {query.shape[1]} queries a row and tokens {tokens.shape[1]}, but both must have one; for more, "
+            f"mask=tokens_mask(tokens)"
+        )
     index = jnp.maximum(tokens[:, 0], 0)[:, :, None, None]
     chosen = (jnp.take_along_axis(x, index, axis=1) for x in (key, value))
     out: jax.Array = operation(query, *chosen, mask=KeyPadding(tokens[:, 0] >= 0)).attention_outputs

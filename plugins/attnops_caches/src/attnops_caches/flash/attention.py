@@ -172,6 +172,11 @@ class NativeFlashReader(CacheReader):
         if not cache_of(request).has_loader:
             yield Reason("cache", cache_of(request).storage, "has no loader of tiles", "define its loader()")
 
+    def not_shared(self, request: AttentionRequest) -> Iterable[Reason]:
+        if cache_of(request).is_packed:
+            return [Reason("rows", "given", "packed rows attend by themselves")]
+        return cascade.reasons(request.batch, request.query_length, request.key_length)
+
     def attend(
         self, operation: FlashAttention, query: jax.Array, cache: Cache, **options: Unpack[CacheOptions]
     ) -> OperationOutput:

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from attnops.errors import Reason
 from attnops.masks.base import Mask
 from attnops.masks.blocks import block_map
 from attnops.operations.flash.forward import LoadKeyValue, forward
@@ -27,7 +27,7 @@ from attnops.operations.flash.tile_sizes import WIDE, choose_problems_per_tile
 from attnops.softmax import PartialSoftmax, merge, with_sinks
 from attnops_caches.flash.whole import Results, if_finite
 from attnops_caches.masks.slots import Held, Slots, mapped, without_table
-from attnops_caches.tiles import StoreLoader
+from attnops_caches.tiles import StoreLoader, TileLoader
 
 PlanType = TypeVar("PlanType", bound=NativePlan)
 # Loads tiles for a plan.
@@ -90,11 +90,26 @@ class TogetherPlan(NativePlan):
         return index._replace(b=jnp.minimum(row, self.rows - 1), q=jnp.asarray(q))
 
 
-def serves(plan: NativePlan, loader: object, mask: Mask | None) -> bool:
+def serves(plan: NativePlan, loader: TileLoader, mask: Mask | None) -> bool:
     """Whether rows of a call may share pages so that it saves time; static."""
     if not isinstance(loader, StoreLoader) or loader.table is None or mask is None or without_table(mask)[1] is None:
         return False
-    return isinstance(plan.B, int) and plan.B > 1 and plan.T <= _MOST_QUERIES and plan.S >= _LEAST_SLOTS
+    return not reasons(plan.B, plan.T, plan.S)
+
+
+def reasons(B: int, T: int, S: int) -> list[Reason]:
+    """Why B rows of S slots with T queries each do not attend to shared pages together."""
+    rules = (
+        ("batch", B, isinstance(B, int) and B > 1, "must be at least 2, and known when tracing"),
+        (
+            "query",
+            T,
+            T <= _MOST_QUERIES,
+            f"must be at most {_MOST_QUERIES} tokens a row: more take longer than reading",
+        ),
+        ("cache.length", S, S >= _LEAST_SLOTS, f"must be at least {_LEAST_SLOTS} slots a row to save time"),
+    )
+    return [Reason(name, value, rule) for name, value, holds, rule in rules if not holds]
 
 
 def attend_or(
@@ -109,8 +124,8 @@ def attend_or(
 
     A value that is not finite, in a slot that only some of the rows see, must not reach the others, and 0 · NaN is NaN.
     """
-    assert loader.table is not None and arrays.mask is not None
-    slots = without_table(arrays.mask)[1]
+    assert loader.table is not None
+    slots = None if arrays.mask is None else without_table(arrays.mask)[1]
     assert slots is not None
     shared = shared_pages(loader.table, slots)
     saves = shared.saved >= _LEAST_SAVED
@@ -167,8 +182,8 @@ def _together(plan: NativePlan, unit: int) -> TogetherPlan:
 
 def _with_tiles(plan: PlanType, bq: int, keys: int, unit: int) -> PlanType:
     """The plan of a partial softmax with these tiles, and a list of active ones for each batch."""
-    bk = max(1, keys // unit) * unit
-    problems = choose_problems_per_tile(plan.B, plan.K, plan.G * bq * bk, by_batch=True, by_head=False, by_kv_head=False)
-    return dataclasses.replace(
-        plan, bq=bq, bk=bk, problems_per_tile=problems, map_shape=(plan.B, 1), is_partial=True
+    bk = max(1, min(keys, plan.bk) // unit) * unit
+    problems = choose_problems_per_tile(
+        plan.B, plan.K, plan.G * bq * bk, by_batch=True, by_head=False, by_kv_head=False
     )
+    return dataclasses.replace(plan, bq=bq, bk=bk, problems_per_tile=problems, map_shape=(plan.B, 1), is_partial=True)

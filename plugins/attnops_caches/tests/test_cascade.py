@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from cache_mutants import Mutant
 
-import attnops
-from attnops import OperationMetadata, OperationRegistry
+from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.masks import Causal, SlidingWindow
 from attnops_caches import Cache, PagedCache, PagePool, sharded
 from attnops_caches.flash import attention, cascade
@@ -66,7 +65,9 @@ class SharedProblem(CacheProblem):
 
 
 QUICK = [
-    CacheSpec(mask="Causal", T=4, kv_heads=2, bias="ALiBi", sinks=True, logits_soft_cap=2.0, return_lse=True, step=True),
+    CacheSpec(
+        mask="Causal", T=4, kv_heads=2, bias="ALiBi", sinks=True, logits_soft_cap=2.0, return_lse=True, step=True
+    ),
     CacheSpec(mask="window per batch", codec=Codec("int8", "token_head"), starts=True, sinks=True),
 ]
 SPECS = [
@@ -107,12 +108,8 @@ MUTANTS = {
     "a row attends twice to shared pages": Mutant("flash.cascade:attend", "~shared.pages", "shared.pages | True", ""),
     "the first row is the leader": Mutant("flash.cascade:attend", "loader.table[shared.leader]", "loader.table[1]", ""),
     "sinks are counted twice": Mutant("flash.cascade:attend", "sinks=None", "sinks=arrays.sinks", ""),
-    "masks are those of the first row": Mutant(
-        "flash.cascade:TogetherPlan.tile_index", "b=jnp.minimum(row, self.rows - 1)", "b=0 * row", ""
-    ),
-    "positions are those of the first query": Mutant(
-        "flash.cascade:TogetherPlan.tile_index", "q=jnp.asarray(q)", "q=0 * row", ""
-    ),
+    "masks are those of the first row": Mutant("flash.cascade:by_row", "b=jnp.minimum(row, rows - 1)", "b=0 * row", ""),
+    "positions are those of the first query": Mutant("flash.cascade:by_row", "q=jnp.asarray(q)", "q=0 * row", ""),
 }
 
 
@@ -147,17 +144,18 @@ TABLES = {
 
 def cache_of(table: np.ndarray, lengths: Any, pool: np.ndarray = POOL) -> PagedCache:
     """NaN in the slots that no row has."""
-    empty = PagedCache.create(
-        batch=B, pages=PAGES, page_size=4, max_pages=M, kv_heads=K, head_dim=D, dtype=jnp.float32,
-        table=table, starts=None,
-    )  # fmt: skip
+    shapes = jax.eval_shape(lambda: PagedCache.create(
+        batch=B, pages=PAGES, page_size=4, max_pages=M, kv_heads=K, head_dim=D, dtype=jnp.float32
+    ))  # fmt: skip
     written = np.zeros((PAGES, 4), bool)
     for row, length in zip(table, lengths, strict=True):
         for i in range(length):
             written[row[i // 4], i % 4] = True
-    pages = jnp.asarray(np.where(written[:, None, :, None], pool, np.nan))
-    store = dataclasses.replace(empty.store, key=pages)
-    return dataclasses.replace(empty, store=store, lengths=jnp.asarray(lengths, jnp.int32))
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    store = dataclasses.replace(cache.store, key=np.where(written[:, None, :, None], pool, np.float32(np.nan)))
+    return dataclasses.replace(
+        cache, store=store, lengths=np.array(lengths, np.int32), table=table.astype(np.int32)
+    )  # fmt: skip
 
 
 def exact(table: np.ndarray, lengths: Any, pool: np.ndarray = POOL) -> np.ndarray:
@@ -173,7 +171,7 @@ def test_one_program_serves_all_tables() -> None:
     @jax.jit
     def run(cache: PagedCache) -> Any:
         traces.append(True)
-        shared = cascade.shared_pages(cache.table, cache.slots())
+        shared = cascade.shared_pages(cache.table, cache.slots(), jnp.array(True))
         return FLASH(QUERY, cache, mask=Causal()).attention_outputs, shared
 
     for name, (table, lengths, saved) in TABLES.items():
@@ -200,6 +198,7 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(value: float) ->
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5, 0)], ids=str)
 def test_forks_equal_copies(mask: Any) -> None:
     """A prompt forked to all rows, which then append tokens of their own, one and three at a time."""
+
     def step(cache: Any, key: Any, value: Any, query: Any) -> Any:
         out, cache = FLASH.step(query, key, value, cache, mask=mask)
         return out.attention_outputs, cache
@@ -222,7 +221,7 @@ def test_forks_equal_copies(mask: Any) -> None:
         shared = shared.with_table(pool.table)
         tokens = [RNG.normal(size=(B, T, heads, D)).astype(np.float32) for heads in (K, K, H)]
         found, shared = jax.jit(step)(shared, *tokens)
-        assert int(cascade.shared_pages(shared.table, shared.slots()).saved) == 2 * 12
+        assert int(cascade.shared_pages(shared.table, shared.slots(), jnp.array(True)).saved) == 2 * 12
         wanted, copies = jax.jit(step)(copies, *tokens)
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
@@ -275,18 +274,33 @@ def test_it_is_off_where_it_would_be_slower_and_explained(monkeypatch: pytest.Mo
     monkeypatch.undo()
 
     def reads(name: str, B: int, T: int, pages: int) -> str:
+        op: Any = OperationRegistry.create(f"attnops:{name}", OperationMetadata(platform="cpu"))
         make = functools.partial(
             PagedCache.create, batch=B, pages=8, page_size=128, max_pages=pages, kv_heads=2, head_dim=8,
             dtype=jnp.float32,
         )  # fmt: skip
-        query = jax.ShapeDtypeStruct((B, T, 2, 8), jnp.float32)
-        op = OperationRegistry.create(f"attnops:{name}", OperationMetadata(platform="cpu"))
-        return str(attnops.explain(op, query, jax.eval_shape(make), mask=Causal()))
+        requests: list[Any] = []
+        jax.eval_shape(lambda: requests.append(op.request(jnp.ones((B, T, 2, 8)), make(), mask=Causal())))
+        use = explain(requests[0], f"attnops:{name}", op.metadata).chosen.source_use
+        assert use is not None
+        return use.reads
 
     assert "pages that rows share once if it saves time" in reads("flash", 2, 1, 8)
     for B, T, pages, why in (
-        (2, 17, 8, "query=17 must be at most 16"), (2, 1, 7, "cache.length=896 must be at least 1024"),
+        (2, 17, 8, "query=17: must be at most 16"), (2, 1, 7, "cache.length=896: must be at least 1024"),
     ):  # fmt: skip
         assert f"pages that rows share are read by each: {why}" in reads("flash", B, T, pages)
     assert "share" not in reads("flash", 1, 1, 8)
     assert "share" not in reads("vanilla", 2, 1, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mask", "saves"), [(Causal(), True), (SlidingWindow(7, 0), False)], ids=str)
+def test_pages_that_no_row_sees_are_not_counted(mask: Any, saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(
+        cascade, "if_finite", lambda plan, query, saves, *parts: found.append(bool(saves)) or parts[1]()
+    )
+    table, lengths = np.where(np.arange(M) < 3, OWN[3], OWN), (24, 20, 21, 22)
+    FLASH(QUERY, jax.tree.map(jnp.asarray, cache_of(table, lengths)), mask=mask)
+    assert found == [saves]

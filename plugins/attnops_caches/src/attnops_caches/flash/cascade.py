@@ -60,10 +60,10 @@ class Shared(NamedTuple):
     saved: jax.Array
 
 
-def shared_pages(table: jax.Array, slots: Slots) -> Shared:
-    """The shared pages of a table, int32 [B, M]; in O(B² · log M + B · M)."""
+def shared_pages(table: jax.Array, slots: Slots, seen: jax.Array) -> Shared:
+    """The shared pages of a table, int32 [B, M], among those that are ``seen``, bool [B, M]; O(B · (B · log M + M))."""
     B, M = table.shape
-    used = jnp.asarray(slots.exists) & (np.arange(M) * slots.page_size < jnp.asarray(slots.stop)[:, None])
+    used = seen & jnp.asarray(slots.exists) & (np.arange(M) * slots.page_size < jnp.asarray(slots.stop)[:, None])
     # Columns 0, 1, 3, 7, … stand for those up to the next: what rows share begins with their first pages.
     columns = np.minimum(2 ** np.arange(M.bit_length()) - 1, M - 1)
     page = jnp.where(used, table, -1)[:, columns]
@@ -85,9 +85,13 @@ class TogetherPlan(NativePlan):
     rows: int = 1
 
     def tile_index(self, group: Index, q_tile: Index, kv_tile: Index, transposed: bool) -> NativeTileIndex:
-        index = super().tile_index(group, q_tile, kv_tile, transposed)
-        row, q = quotient_and_remainder(index.q, self.T // self.rows)
-        return index._replace(b=jnp.minimum(row, self.rows - 1), q=jnp.asarray(q))
+        return by_row(super().tile_index(group, q_tile, kv_tile, transposed), self.rows, self.T // self.rows)
+
+
+def by_row(index: NativeTileIndex, rows: int, T: int) -> NativeTileIndex:
+    """The indices of a tile, with the row and the query in it of queries that are counted through all rows."""
+    row, q = quotient_and_remainder(index.q, T)
+    return index._replace(b=jnp.minimum(row, rows - 1), q=jnp.asarray(q))
 
 
 def serves(plan: NativePlan, loader: TileLoader, mask: Mask | None) -> bool:
@@ -99,15 +103,11 @@ def serves(plan: NativePlan, loader: TileLoader, mask: Mask | None) -> bool:
 
 def reasons(B: int, T: int, S: int) -> list[Reason]:
     """Why B rows of S slots with T queries each do not attend to shared pages together."""
+    most, least = f"must be at most {_MOST_QUERIES} tokens a row", f"must be at least {_LEAST_SLOTS} slots a row"
     rules = (
         ("batch", B, isinstance(B, int) and B > 1, "must be at least 2, and known when tracing"),
-        (
-            "query",
-            T,
-            T <= _MOST_QUERIES,
-            f"must be at most {_MOST_QUERIES} tokens a row: more take longer than reading",
-        ),
-        ("cache.length", S, S >= _LEAST_SLOTS, f"must be at least {_LEAST_SLOTS} slots a row to save time"),
+        ("query", T, T <= _MOST_QUERIES, f"{most}: keys of more take longer to multiply with than to read"),
+        ("cache.length", S, S >= _LEAST_SLOTS, f"{least} to save time"),
     )
     return [Reason(name, value, rule) for name, value, holds, rule in rules if not holds]
 
@@ -115,7 +115,7 @@ def reasons(B: int, T: int, S: int) -> list[Reason]:
 def attend_or(
     plan: NativePlan,
     query: jax.Array,
-    loader: StoreLoader,
+    loader: TileLoader,
     arrays: NativeArrays,
     load: Loads,
     in_tiles: Callable[[], Results],
@@ -124,10 +124,14 @@ def attend_or(
 
     A value that is not finite, in a slot that only some of the rows see, must not reach the others, and 0 · NaN is NaN.
     """
+    assert isinstance(loader, StoreLoader)
     assert loader.table is not None
     slots = None if arrays.mask is None else without_table(arrays.mask)[1]
     assert slots is not None
-    shared = shared_pages(loader.table, slots)
+    seen = jnp.repeat(_active((plan.B, plan.H, plan.T, plan.S), arrays.mask, plan.bk), plan.bk // loader.unit, 1)[
+        :, : loader.table.shape[1]
+    ]
+    shared = shared_pages(loader.table, slots, seen)
     saves = shared.saved >= _LEAST_SAVED
     return if_finite(plan, query, saves, lambda: attend(plan, query, loader, arrays, load, shared), in_tiles)
 
@@ -141,9 +145,8 @@ def attend(
 
     def part(plan: NativePlan, query: jax.Array, loader: StoreLoader, pages: jax.Array) -> PartialSoftmax:
         mask = _over(arrays.mask, pages)
-        active = (block_map(mask, (B, H, T, plan.S), T, plan.bk).coverage > 0).any((1, 2))
         rows = plan.bq // T * plan.nq
-        active = jnp.pad(jnp.broadcast_to(active, (B, plan.nk)), ((0, plan.B * rows - B), (0, 0)))
+        active = jnp.pad(_active((B, H, T, plan.S), mask, plan.bk), ((0, plan.B * rows - B), (0, 0)))
         active = active.reshape(plan.B, plan.nq, -1, plan.nk).any(2)
         # All of them PARTIAL: a second loop, without masks, takes longer to compile than it saves.
         schedule = dataclasses.replace(tile_schedule(active.astype("int8")), any_full=False)
@@ -159,6 +162,12 @@ def attend(
     if arrays.sinks is not None:
         both = with_sinks(both, arrays.sinks[0])
     return both.out.astype(query.dtype), both.lse, both.lse_residual
+
+
+def _active(scores: tuple[int, int, int, int], mask: Mask | None, keys: int) -> jax.Array:
+    """Which tiles of so many keys some query of a row may see, bool [B, tiles]."""
+    active = (block_map(mask, scores, scores[2], keys).coverage > 0).any((1, 2))
+    return jnp.broadcast_to(active, (scores[0], active.shape[1]))
 
 
 def _over(mask: Mask | None, pages: jax.Array) -> Mask:

@@ -47,17 +47,11 @@ _OWN_KEYS: Final = 128
 
 
 class Shared(NamedTuple):
-    """The pages that rows share with one of them, the leader, where sharing saves time.
+    """The pages that rows share with one of them, the leader, where sharing saves time."""
 
-    Attributes:
-        leader: the row, int32 [].
-        pages: which pages of each row are the leader's, bool [B, M].
-        saved: slots that are not loaded again, less those that as much multiplication costs, int32 [].
-    """
-
-    leader: jax.Array
-    pages: jax.Array
-    saved: jax.Array
+    leader: jax.Array  # the row, int32 []
+    pages: jax.Array  # which pages of each row are the leader's, bool [B, M]
+    saved: jax.Array  # slots that are not loaded again, less those that as much multiplication costs, int32 []
 
 
 def shared_pages(table: jax.Array, slots: Slots, seen: jax.Array) -> Shared:
@@ -96,9 +90,9 @@ def by_row(index: NativeTileIndex, rows: int, T: int) -> NativeTileIndex:
 
 def serves(plan: NativePlan, loader: TileLoader, mask: Mask | None) -> bool:
     """Whether rows of a call may share pages so that it saves time; static."""
-    if not isinstance(loader, StoreLoader) or loader.table is None or mask is None or without_table(mask)[1] is None:
-        return False
-    return not reasons(plan.B, plan.T, plan.S)
+    has_table = isinstance(loader, StoreLoader) and loader.table is not None
+    has_pages = mask is not None and without_table(mask)[1] is not None
+    return has_table and has_pages and not reasons(plan.B, plan.T, plan.S)
 
 
 def reasons(B: int, T: int, S: int) -> list[Reason]:
@@ -113,25 +107,18 @@ def reasons(B: int, T: int, S: int) -> list[Reason]:
 
 
 def attend_or(
-    plan: NativePlan,
-    query: jax.Array,
-    loader: TileLoader,
-    arrays: NativeArrays,
-    load: Loads,
+    plan: NativePlan, query: jax.Array, loader: TileLoader, arrays: NativeArrays, load: Loads,
     in_tiles: Callable[[], Results],
-) -> Results:
+) -> Results:  # fmt: skip
     """`attend` where rows share enough pages and its output is finite, else what ``in_tiles`` computes.
 
     A value that is not finite, in a slot that only some of the rows see, must not reach the others, and 0 · NaN is NaN.
     """
-    assert isinstance(loader, StoreLoader)
-    assert loader.table is not None
-    slots = None if arrays.mask is None else without_table(arrays.mask)[1]
+    assert isinstance(loader, StoreLoader) and loader.table is not None and arrays.mask is not None  # noqa: PT018
+    slots, M = without_table(arrays.mask)[1], loader.table.shape[1]
     assert slots is not None
-    seen = jnp.repeat(_active((plan.B, plan.H, plan.T, plan.S), arrays.mask, plan.bk), plan.bk // loader.unit, 1)[
-        :, : loader.table.shape[1]
-    ]
-    shared = shared_pages(loader.table, slots, seen)
+    seen = _active((plan.B, plan.H, plan.T, plan.S), arrays.mask, plan.bk)
+    shared = shared_pages(loader.table, slots, jnp.repeat(seen, plan.bk // loader.unit, 1)[:, :M])
     saves = shared.saved >= _LEAST_SAVED
     return if_finite(plan, query, saves, lambda: attend(plan, query, loader, arrays, load, shared), in_tiles)
 
@@ -183,16 +170,14 @@ def _over(mask: Mask | None, pages: jax.Array) -> Mask:
 
 
 def _together(plan: NativePlan, unit: int) -> TogetherPlan:
+    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     rows = max(1, min(plan.B, WIDE.rows // (plan.G * plan.T)))
-    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(NativePlan)}
-    whole = TogetherPlan(**fields | {"B": 1, "T": plan.B * plan.T, "rows": plan.B})
-    return _with_tiles(whole, rows * plan.T, _KEYS, unit)
+    of_all = TogetherPlan(**fields | {"B": 1, "T": plan.B * plan.T, "rows": plan.B})
+    return _with_tiles(of_all, rows * plan.T, _KEYS, unit)
 
 
 def _with_tiles(plan: PlanType, bq: int, keys: int, unit: int) -> PlanType:
     """The plan of a partial softmax with these tiles, and a list of active ones for each batch."""
     bk = max(1, min(keys, plan.bk) // unit) * unit
-    problems = choose_problems_per_tile(
-        plan.B, plan.K, plan.G * bq * bk, by_batch=True, by_head=False, by_kv_head=False
-    )
+    problems = choose_problems_per_tile(plan.B, plan.K, plan.G * bq * bk, True, False, False)
     return dataclasses.replace(plan, bq=bq, bk=bk, problems_per_tile=problems, map_shape=(plan.B, 1), is_partial=True)

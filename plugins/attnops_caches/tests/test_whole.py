@@ -38,7 +38,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(cached, "_compiled", cached._forward)
 
     def cond(predicate: Any, yes: Any, no: Any) -> Any:
-        is_second = yes.__closure__ is not None and "results" in yes.__code__.co_freevars
+        is_second = yes.__closure__ is not None and "found" in yes.__code__.co_freevars
         if is_second:
             found.append("whole" if predicate else "tiles")
         return yes() if predicate else no()

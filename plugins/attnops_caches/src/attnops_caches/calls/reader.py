@@ -121,6 +121,10 @@ class CacheReader(abc.ABC):
         """Further reasons not to read in place, which ``limits`` and the operation's ``unsupported`` can't express."""
         return ()
 
+    def not_shared(self, request: AttentionRequest) -> Iterable[Reason]:
+        """Why each row reads the pages that it shares with others; none where they are read once if it saves time."""
+        yield Reason("cache", cache_of(request).storage, "this reader has no cascade attention")
+
     def not_written(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """Why `step` does not write the tokens of a request that `attend` serves."""
         return ()

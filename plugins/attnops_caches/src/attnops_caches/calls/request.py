@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from attnops.dispatch.request import is_symbolic
 from attnops.dispatch.source import SourceRequest, SourceUse
-from attnops_caches.calls.reader import in_place_reasons, step_reasons
+from attnops_caches.calls.reader import in_place_reasons, reader_of, step_reasons
 
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
@@ -68,6 +68,10 @@ class CacheRequest(SourceRequest):
     def use(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> CacheUse:
         if not (reasons := in_place_reasons(operation, forward, request)):
             reads, bytes_read = f"reads the cache in place (forward_{forward})", 0
+            reader = reader_of(operation, forward)
+            if self.page_size and self.rows > 1 and reader is not None:
+                why = "; ".join(map(str, reader.not_shared(request)))
+                reads += f"; pages that rows share {f'are read by each: {why}' if why else 'once if it saves time'}"
         else:
             features, size = request.head_dim + request.value_head_dim, jnp.dtype(request.dtypes[1]).itemsize
             bytes_read = request.batch * request.key_length * request.kv_heads * features * size

@@ -21,7 +21,7 @@ from attnops.masks.base import And, Mask
 from attnops.masks.positions import SlidingWindow
 from attnops.operations.flash import FlashAttention
 from attnops.operations.flash.backend import NativeFlash, call_once
-from attnops.operations.flash.forward import KeyValue, forward
+from attnops.operations.flash.forward import LoadKeyValue, forward
 from attnops.operations.flash.operands import NativeArrays
 from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remainder
 from attnops.operations.flash.tile_schedule import NativeTileSchedule
@@ -29,7 +29,7 @@ from attnops.operations.flash.tile_sizes import NativeTileSizes, choose_tiles
 from attnops.output import OperationOutput
 from attnops_caches.calls.reader import READERS, CacheLimits, CacheOptions, CacheReader, cache_of
 from attnops_caches.codec import LARGEST
-from attnops_caches.flash import whole
+from attnops_caches.flash import cascade, whole
 from attnops_caches.masks.chosen import smallest_block
 from attnops_caches.masks.packed import by_query
 from attnops_caches.masks.slots import AtSlots
@@ -133,11 +133,14 @@ def _forward(
     arrays: NativeArrays,
     schedule: NativeTileSchedule,
 ) -> whole.Results:
-    def load_key_value(group: Index, kv_tile: Index) -> KeyValue:
-        return loader.load(_tile_at(plan, backend, group, kv_tile))
+    def load(plan: NativePlan, loader: TileLoader) -> LoadKeyValue:
+        return lambda group, kv_tile: loader.load(_tile_at(plan, backend, group, kv_tile))
 
     def in_tiles() -> whole.Results:
-        return forward(plan, query, load_key_value, arrays, schedule, of_rows=backend.is_packed)
+        return forward(plan, query, load(plan, loader), arrays, schedule, of_rows=backend.is_packed)
+
+    if not backend.is_packed and cascade.serves(plan, loader, arrays.mask):
+        return cascade.attend_or(plan, query, loader, arrays, load, in_tiles)
 
     rows = loader.store if isinstance(loader, StoreLoader) and loader.table is None else None
     if rows is not None and not backend.is_packed and whole.serves(plan, rows):
@@ -165,6 +168,11 @@ class NativeFlashReader(CacheReader):
     def unsupported(self, operation: FlashAttention, request: AttentionRequest) -> Iterable[Reason]:
         if not cache_of(request).has_loader:
             yield Reason("cache", cache_of(request).storage, "has no loader of tiles", "define its loader()")
+
+    def not_shared(self, request: AttentionRequest) -> Iterable[Reason]:
+        if cache_of(request).is_packed:
+            return [Reason("rows", "given", "packed rows attend by themselves")]
+        return cascade.reasons(request.batch, request.query_length, request.key_length)
 
     def attend(
         self, operation: FlashAttention, query: jax.Array, cache: Cache, *, return_max_logits: bool = False,

@@ -49,14 +49,25 @@ def attend_or(
     """
     active = (schedule.stop - schedule.start).sum()
     is_dense = active >= _LEAST_ACTIVE * schedule.stop.shape[0] * plan.nk
+    return if_finite(plan, query, is_dense, lambda: attend(plan, query, store, arrays), in_tiles)
+
+
+def if_finite(
+    plan: NativePlan,
+    query: jax.Array,
+    applies: jax.Array,
+    results: Callable[[], Results],
+    in_tiles: Callable[[], Results],
+) -> Results:
+    """``results()`` where it ``applies``, bool [], and its output is finite; else ``in_tiles()``."""
 
     def skip() -> Results:
         nan = zeros(query, (plan.B, plan.T, plan.H, plan.Dv)) + jnp.nan
         rows = zeros(query, (plan.B, plan.H, plan.T))
         return nan.astype(query.dtype), *[rows] * (2 + plan.max_logits)
 
-    results = lax.cond(is_dense, lambda: attend(plan, query, store, arrays), skip)
-    return lax.cond(jnp.isfinite(results[0]).all(), lambda: results, in_tiles)
+    found = lax.cond(applies, results, skip)
+    return lax.cond(jnp.isfinite(found[0]).all(), lambda: found, in_tiles)
 
 
 def attend(plan: NativePlan, query: jax.Array, store: Store, arrays: NativeArrays) -> Results:

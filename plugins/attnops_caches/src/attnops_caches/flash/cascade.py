@@ -35,7 +35,8 @@ Loads: TypeAlias = Callable[[NativePlan, StoreLoader], LoadKeyValue]
 
 # Up to so many queries of a row, keys take longer to read than to multiply with.
 _MOST_QUERIES: Final = 16
-# Rows of fewer slots are not worth the second pass, nor the time to compile it.
+# Rows of fewer slots are not worth a look, nor the time to compile both parts (some 2 s on one core). With H 9, K 3 and
+# D 64, a call of 2 rows that share nothing takes 0.52 ms without a look and 0.55 ms with one; of 8 rows 3.03 and 3.14.
 _LEAST_SLOTS: Final = 1024
 # So many slots fewer must be read.
 _LEAST_SAVED: Final = 1024

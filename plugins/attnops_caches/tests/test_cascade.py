@@ -72,7 +72,15 @@ class SharedProblem(CacheProblem):
 
 QUICK = [
     CacheSpec(
-        mask="Causal", T=4, kv_heads=2, bias="ALiBi", sinks=True, logits_soft_cap=2.0, return_lse=True, step=True
+        mask="Causal",
+        T=4,
+        kv_heads=2,
+        bias="ALiBi",
+        sinks=True,
+        logits_soft_cap=2.0,
+        return_lse=True,
+        return_max_logits=True,
+        step=True,
     ),
     CacheSpec(mask="window per batch", codec=Codec("int8", "token_head"), starts=True, sinks=True),
 ]
@@ -104,7 +112,7 @@ def test_it_equals_the_oracle(spec: CacheSpec) -> None:
 @pytest.mark.slow
 def test_it_equals_the_oracle_outside_jit() -> None:
     problem = SharedProblem(dataclasses.replace(QUICK[0], storage="paged"))
-    problem.check_output(*map(np.asarray, problem.program(FLASH)(*problem.arguments)[:2]))
+    problem.check_output(*jax.tree.map(np.asarray, problem.program(FLASH)(*problem.arguments)[:2]))
 
 
 MUTANTS = {

@@ -4,7 +4,8 @@ Run ``python benchmarks/decode.py`` (``--quick`` for a minute, ``--json FILE`` t
 The peers are jax.nn, and flax.nnx and torch if they are installed; they attend to plain arrays. In each case all
 contenders are checked against float64, and then timed in turns. The best time is reported, also as bytes per second of
 the tokens that queries see, and as a share of the bandwidth at which the same run reads the same array once. ``floor``
-only slices the same cache and multiplies: XLA's copies and products allow no higher speed.
+only slices the same cache and multiplies: XLA's copies and products allow no higher speed. ``error`` is the difference
+that a codec makes to the output, by root mean squares; tokens are Gaussian.
 """
 
 from __future__ import annotations
@@ -170,7 +171,18 @@ def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
     return {
         "batch": batch, "length": length, "used": used, "dtype": dtype, "seconds": seconds(best(entries)),
         "bytes per token": {name: case.cache.bytes_per_token for name, case in cases.items()},
+        "output error": {name: output_error(cases[name], first) for name in INTEGERS if name in cases},
     }  # fmt: skip
+
+
+def output_error(case: CacheCase, plain: CacheCase) -> float:
+    """The root mean square of the difference that a codec makes to the output, relative to the output's."""
+    op = OperationRegistry.create("flash", OperationMetadata())
+    query = jnp.asarray(case.tokens.inputs[0])
+    found, wanted = (
+        np.asarray(op(query, x.filled, mask=Causal()).attention_outputs, np.float64) for x in (case, plain)
+    )
+    return float(np.sqrt(((found - wanted) ** 2).mean() / (wanted**2).mean()))
 
 
 def windows(batch: int, length: int, dtype: str) -> dict[str, Any]:
@@ -233,6 +245,7 @@ def report(decoding: list[dict[str, Any]], window: list[dict[str, Any]], prompts
         "GB/s",
         "of read",
         "of floor",
+        "error",
         *(f"over {peer}" for peer in COMPARED),
     ):
         table.add_column(column, justify="left" if column in ("dtype", "contender") else "right")
@@ -245,6 +258,7 @@ def report(decoding: list[dict[str, Any]], window: list[dict[str, Any]], prompts
                 x["dtype"], str(x["batch"]), f"{x['length']:,}", f"{x['used']:,}", name, f"{seconds * 1e3:,.2f}",
                 f"{total / seconds / 1e9:.1f}", f"{times[f'{kind} read'] / seconds:.2f}",
                 f"{times[f'{name} floor'] / seconds:.2f}",
+                f"{x['output error'][name]:.1%}" if name in x["output error"] else "",
                 *(f"{times[peer] / seconds:.1f} ×" if peer in times else "–" for peer in COMPARED),
             )  # fmt: skip
     other = Table(title="Windows and prompts, best time in ms")

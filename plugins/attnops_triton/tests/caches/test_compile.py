@@ -99,7 +99,8 @@ TABLE += [(case, arch) for i, case in enumerate(OTHERS) for j, arch in enumerate
 QUICK = ((Case(), "sm_90"),)
 SLOW = (
     (Case(576, 512, 16, 64), "sm_80"), (Case(codec="int8"), "sm_80"), (Case(codec="float8_e4m3fn", page=64), "gfx942"),
-    (Case(T=512), "sm_100"), (Case(step=True), "sm_120"),
+    (Case(T=512), "sm_100"), (Case(step=True), "sm_120"), (Case(codec="int4"), "sm_80"),
+    (Case(codec="int4", page=64, step=True), "gfx942"),
 )  # fmt: skip
 
 
@@ -149,15 +150,20 @@ def test_a_case_compiles_without_spills_within_shared_memory(case: Case, arch: s
 def per_byte(launched: Launched, case: Case) -> tuple[float, Binary]:
     """Warp instructions per byte of keys and values, in the loop over tiles without a mask."""
     binary, tiles = compile_for(launched, "sm_90"), launched.tiles
-    itemsize = 1 if case.codec else jnp.dtype(case.dtype).itemsize
+    itemsize = 0.5 if case.codec == "int4" else jnp.dtype(case.codec or case.dtype).itemsize
     assert isinstance(tiles, CacheTileSizes)
     return sum(binary.loop.values()) * tiles.warps / (tiles.bk * 2 * case.D * itemsize), binary
+
+
+MOST = (("int8", 0.12), ("int4", 0.24))
 
 
 # vLLM 0.33.0's kernel for a step of decoding, compiled in the same way, needs 0.122 and 0.473
 # (`benchmarks/triton_decode.py`).
 @pytest.mark.parametrize(
-    ("case", "most"), [(Case(), 0.03), pytest.param(Case(codec="int8"), 0.12, marks=pytest.mark.slow)], ids=str
+    ("case", "most"),
+    [(Case(), 0.03), *(pytest.param(Case(codec=x), most, marks=pytest.mark.slow) for x, most in MOST)],
+    ids=str,
 )
 def test_the_loop_of_a_step_loads_16_bytes_at_a_time_without_waiting(case: Case, most: float) -> None:
     (launched, *_) = case.kernels("sm_90")

@@ -127,7 +127,7 @@ def test_the_table_says_how_a_cache_is_read():
             return OperationOutput(query)
 
     assert [cache_support(Paged, feature, "cuda") for feature in CACHES] == [
-        "read", "read", "kernel", "read", "kernel", "read",
+        "read", "read", "kernel", "read", "read", "kernel", "read",
     ]  # fmt: skip
     assert {cache_support(Paged, feature, "cpu") for feature in CACHES} == {"read"}
 

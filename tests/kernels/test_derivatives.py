@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.biases import ScoreFn
+from attnops.biases import Bias, ScoreFn
 from attnops.masks import Causal, Segments
 
 RNG = np.random.default_rng(0)
@@ -148,3 +150,29 @@ def test_reverse_mode_runs_no_other_pass() -> None:
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in INPUTS]
     assert "_contribution" not in str(jax.make_jaxpr(gradient)(*shapes))
     assert "_contribution" in str(jax.make_jaxpr(lambda *x: jax.jvp(gradient, x, x))(*shapes))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slopes(Bias):
+    """A bias by key and by query, with a field that holds nothing."""
+
+    nothing: Any
+    of_key: Any
+    of_query: Any
+
+    def apply(self, scores: jax.Array, b: Any, h: Any, q: Any, kv: Any) -> jax.Array:
+        return scores + self.of_key * kv - self.of_query * q * kv
+
+
+@pytest.mark.slow
+def test_a_field_of_a_bias_that_is_none_has_no_gradient() -> None:
+    def loss(name: str, *numbers: Any) -> jax.Array:
+        out = OperationRegistry.create(name)(*INPUTS[:3], mask=Causal(), bias=Slopes(None, *numbers))
+        return (jnp.sin(out.attention_outputs) * D_OUT).sum()
+
+    for wanted in (0,), (1,), (0, 1):
+        found, exact = (
+            jax.grad(functools.partial(loss, name), wanted)(0.02, 0.003)
+            for name in ("attnops:flash", "attnops:vanilla")
+        )
+        np.testing.assert_allclose(found, exact, rtol=1e-4)

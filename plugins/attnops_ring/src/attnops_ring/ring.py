@@ -139,5 +139,6 @@ class RingPasses(Passes):
         _, _, ((dq, d_bias), dk, dv) = lax.fori_loop(1, self.hops, hop, (k, v, gradients(key, value, 0)))
         # Gradients go from the last device back to the one that has their keys.
         dk, dv = rotate((dk, dv), self.axis, -(self.hops - 1), n)
-        found = [jnp.concatenate(dq, axis=1), dk, dv, *jax.tree.leaves(d_bias, is_leaf=lambda x: x is None)]
+        of_bias = jax.tree.structure(extras.bias).flatten_up_to(d_bias) if wants_bias else []
+        found = [jnp.concatenate(dq, axis=1), dk, dv, *of_bias]
         return [found[i] for i in wanted]

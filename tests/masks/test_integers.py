@@ -188,6 +188,16 @@ def test_positions_that_int32_does_not_hold_are_refused():
 
 
 @pytest.mark.slow
+def test_traced_limits_are_read_as_known_ones_are():
+    dense = jax.jit(lambda left: SlidingWindow(left, 0).dense(2, 1, 3, 3))
+    np.testing.assert_array_equal(dense(np.uint32(2**32 - 1)), Causal().dense(1, 1, 3, 3))
+    for left, text in ((np.float32(1.5), "must be an int, or an integer array"), (np.ones(2, int), "has shape")):
+        for window in (dense, dense.__wrapped__):
+            with pytest.raises(ValueError, match=f"SlidingWindow's left.*{text}"):
+                window(left)
+
+
+@pytest.mark.slow
 def test_an_operation_computes_with_them():
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 1, 6, 2, 8), np.float32)

@@ -83,7 +83,7 @@ def _number(name: str, value: Leaf, B: int, H: int) -> Leaf:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return clip_limit(value)
-    if hasattr(value, "dimension_as_value"):
+    if getattr(value, "dimension_as_value", None) is not None:  # tracers have one too, which is None
         return jnp.asarray(value, np.int32)  # computed from symbolic lengths
     if not hasattr(value, "shape") or np.dtype(value.dtype).kind not in "iu":
         raise ValueError(f"{name}={value!r} must be an int, or an integer array of shape [B or 1, H or 1]")

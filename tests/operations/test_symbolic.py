@@ -9,8 +9,8 @@ import pytest
 from jax import export
 
 from attnops import Limits, OperationMetadata, OperationRegistry, UnsupportedError, UnsupportedWarning, explain
-from attnops.biases import ALiBi
-from attnops.masks import Ancestors, Causal, Lengths, Segments, SlidingWindow
+from attnops.biases import ALiBi, ScoreFn
+from attnops.masks import Ancestors, Causal, Lengths, MaskFn, Segments, SlidingWindow
 
 # Without optimisations, XLA's older emitters of fusions take all memory for a program of symbolic shapes.
 pytestmark = pytest.mark.optimised
@@ -90,6 +90,22 @@ def test_symbolic_lengths_run_on_vanilla_and_have_a_reason_on_flash(shapes):
         exported(call(flash), [of_query, of_key], q, k)
     request = auto.request(*(jax.ShapeDtypeStruct(x, q.dtype) for x in (of_query, of_key, of_key)))
     assert "query_length=t: must be a number when tracing, not symbolic" in str(explain(request))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "b", "t"), [("b", 3, 10), ("t", 3, 5)])
+def test_functions_of_symbolic_scores(shape, b, t):
+    vanilla = OperationRegistry.create("vanilla", TRAIN)
+
+    def call(q, k):
+        mask = MaskFn(lambda b, h, q, kv: (q >= kv) | (b == 1))
+        bias = ScoreFn(lambda score, b, h, q, kv: score + (q - kv) * 0.1 * b)
+        return vanilla(q, k, k, mask=mask, bias=bias).attention_outputs
+
+    (symbol,) = export.symbolic_shape(shape)
+    B, T = (symbol, t) if shape == "b" else (b, symbol)
+    q, k = draw(b, t, H, D), draw(b, t, K, D)
+    np.testing.assert_allclose(exported(call, [(B, T, H, D), (B, T, K, D)], q, k), call(q, k), atol=1e-6)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from attnops.programs.program import Program, bind
 
@@ -30,12 +29,12 @@ def evaluate(program: Program, arguments: Sequence[Leaf], data: Sequence[Leaf]) 
     arrays = [jnp.asarray(x) for x in arguments]
     rank = max(x.ndim for x in arrays)
     # An argument that is not read has no dimensions.
-    shapes = [(1,) * (rank - x.ndim) + x.shape if i in read else (1,) * rank
-              for x, i in zip(arrays, program.inputs, strict=False)]  # fmt: skip
-    squeezed = [x.reshape([n for n in shape if n != 1]) if x.size == np.prod(shape) else x.reshape(-1)[0]
-                for x, shape in zip(arrays, shapes, strict=True)]  # fmt: skip
+    is_read = [i in read for i in program.inputs[: len(arrays)]]
+    shapes = [(1,) * (rank - x.ndim) + x.shape if i else (1,) * rank for x, i in zip(arrays, is_read, strict=True)]
+    squeezed = [x.reshape([n for n in shape if n != 1]) if i else x.reshape(-1)[0]
+                for x, shape, i in zip(arrays, shapes, is_read, strict=True)]  # fmt: skip
     function = lambda *scalars: program.run([*scalars, *data], bind)[0]  # noqa: E731
     for axis in reversed(range(rank)):
         axes = [0 if shape[axis] != 1 else None for shape in shapes]
         function = function if set(axes) == {None} else jax.vmap(function, axes)
-    return jnp.asarray(function(*squeezed)).reshape(np.broadcast_shapes(*shapes))
+    return jnp.asarray(function(*squeezed)).reshape(jnp.broadcast_shapes(*shapes))

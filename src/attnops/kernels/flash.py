@@ -311,7 +311,8 @@ class FlashPasses(Passes):
                 return self.backend.bias_arrays(self.backend.arrays(self.plan, call.replace(bias=bias)))
 
             d_bias = inexact_vjp(bias_arrays, call.bias)(self.backend.bias_arrays(d_arrays))
-            d[3:] = jax.tree.structure(call.bias).flatten_up_to(d_bias)
+            structure: PyTree = jax.tree.structure(call.bias)
+            d[3:] = structure.flatten_up_to(d_bias)
         if call.sinks is not None:
             d.append(d_arrays.sinks[0])
         return [d[i] for i in wanted]

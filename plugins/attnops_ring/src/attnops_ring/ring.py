@@ -139,6 +139,6 @@ class RingPasses(Passes):
         _, _, ((dq, d_bias), dk, dv) = lax.fori_loop(1, self.hops, hop, (k, v, gradients(key, value, 0)))
         # Gradients go from the last device back to the one that has their keys.
         dk, dv = rotate((dk, dv), self.axis, -(self.hops - 1), n)
-        of_bias = jax.tree.structure(extras.bias).flatten_up_to(d_bias) if wants_bias else []
-        found = [jnp.concatenate(dq, axis=1), dk, dv, *of_bias]
+        of_bias: PyTree = jax.tree.structure(extras.bias)
+        found = [jnp.concatenate(dq, axis=1), dk, dv, *(of_bias.flatten_up_to(d_bias) if wants_bias else ())]
         return [found[i] for i in wanted]

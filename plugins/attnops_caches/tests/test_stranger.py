@@ -13,7 +13,7 @@ from attnops_testing.runner import Status, Subject
 @pytest.mark.parametrize("row", cache_rows(), ids=cache_name)
 @pytest.mark.tier(
     every=3,
-    quick=[cache_name(row) for row in cache_rows()[:2]],
+    quick=[cache_name(cache_rows()[i]) for i in (0, 2)],
 )
 def test_an_operation_that_knows_no_caches_serves_them(row: tuple[str, ...]) -> None:
     assert not Reference.readers

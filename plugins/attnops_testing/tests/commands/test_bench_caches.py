@@ -74,7 +74,7 @@ def test_bench_measures_calls_over_a_cache(tmp_path: Path, monkeypatch: pytest.M
         # K · (D + Dv) numbers of 1 byte; peers read 2.
         plain = name in ("jax.nn", "one read, plain")
         assert m["bytes_seen"] == 48 * 2 * 16 * (2 if plain else 1)
-    assert found["flash"]["what"] == "attnops:flash (forward_native) reads the cache in place (forward_native)"
+    assert found["flash"]["what"].startswith("attnops:flash (forward_native) reads the cache in place (forward_native)")
     assert found["vanilla"]["what"].startswith(
         "attnops:vanilla (forward_native) reads the cache into arrays by cache.read()"
     )

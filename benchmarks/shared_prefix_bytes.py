@@ -59,26 +59,9 @@ def in_two_calls(op: Any, query: jax.Array, cache: PagedCache) -> jax.Array:
 
 def tpu(run: Callable[[Any], jax.Array]) -> tuple[jax.Array, int]:
     """The output, and the bytes of all transfers from main memory and to it, with v6e's tiles."""
-    from jax._src.pallas.mosaic.interpret.interpret_pallas_call import DMA
+    from tpu_decode_bytes import recorded
 
-    from attnops_tpu.generations import target
-
-    sizes: list[int] = []
-    write = DMA.execute_write
-
-    def record(self: Any) -> None:
-        if self.data is not None:
-            sizes.append(self.data_size)
-        write(self)
-
-    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error")
-    op = OperationRegistry.create("attnops-tpu:flash", metadata)
-    DMA.execute_write = record  # type: ignore[method-assign]
-    try:
-        with target("v6e"):
-            out = jax.block_until_ready(run(op))
-    finally:
-        DMA.execute_write = write  # type: ignore[method-assign]
+    out, sizes = recorded(run, "v6e")
     return out, sum(sizes)
 
 

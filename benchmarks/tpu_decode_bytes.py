@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
@@ -36,6 +36,18 @@ def cache_of(page: int, codec: str) -> PagedCache:
 
 def transfers(cache: PagedCache, window: int | None, generation: str) -> list[int]:
     """The bytes of each transfer of a call."""
+    mask = Causal() if window is None else Causal() & SlidingWindow(window - 1, 0)
+    query = jnp.zeros((cache.batch, 1, cache.kv_heads * GROUPS, cache.head_dim), cache.dtype)
+
+    def call(op: Any) -> jax.Array:
+        out: jax.Array = jax.jit(lambda query, cache: op(query, cache, mask=mask).attention_outputs)(query, cache)
+        return out
+
+    return recorded(call, generation)[1]
+
+
+def recorded(call: Callable[[Any], jax.Array], generation: str) -> tuple[jax.Array, list[int]]:
+    """What ``call(op)`` returns, and the bytes of each transfer; op is `flash` in Pallas's interpreter."""
     from jax._src.pallas.mosaic.interpret.interpret_pallas_call import DMA
 
     sizes: list[int] = []
@@ -48,15 +60,13 @@ def transfers(cache: PagedCache, window: int | None, generation: str) -> list[in
 
     metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error")
     operation = OperationRegistry.create("attnops-tpu:flash", metadata)
-    mask = Causal() if window is None else Causal() & SlidingWindow(window - 1, 0)
-    query = jnp.zeros((cache.batch, 1, cache.kv_heads * GROUPS, cache.head_dim), cache.dtype)
     DMA.execute_write = record  # type: ignore[method-assign]
     try:
         with target(generation):
-            jax.block_until_ready(jax.jit(lambda query, cache: operation(query, cache, mask=mask))(query, cache))
+            out = jax.block_until_ready(call(operation))
     finally:
         DMA.execute_write = write  # type: ignore[method-assign]
-    return sizes
+    return out, sizes
 
 
 def traffic(generation: str, pages: list[int]) -> Iterator[dict[str, Any]]:

@@ -152,7 +152,7 @@ class AxisRules:
         return spec if mesh is None or shape is None else correct_spec(spec, shape, mesh)
 
 
-# The field of each semantic axis: that of the constant's name.
+# The field of each semantic axis has the constant's name.
 _FIELDS: Final[dict[str, str]] = {
     getattr(semantic, field.name.upper()): field.name
     for field in dataclasses.fields(AxisRules)

@@ -98,7 +98,8 @@ class Quantized:
     def parts(self, stored: jax.Array) -> tuple[jax.Array, ...]:
         """Stored tokens before they are multiplied by scales: [..., d / per_element] each, features in order.
 
-        Of int4 the first half is in the lower 4 bits. To join the parts takes a CPU as long as to multiply with them.
+        int4 has the first half of the features in the lower 4 bits. On a CPU, concatenating the parts is as slow as the
+        products with them.
         """
         return (stored << 4 >> 4, stored >> 4) if self.per_element == 2 else (stored,)
 

@@ -35,8 +35,8 @@ class KeyValue(NamedTuple):
     """A tile of keys and values, in the dtype of products' operands.
 
     Attributes:
-        key: [P, bk, D]; or parts of it whose features follow one another, which are never joined.
-        value: [P, bk, Dv]; likewise.
+        key: [P, bk, D], or a tuple of arrays [P, bk, d] with its features in order, which are not concatenated.
+        value: [P, bk, Dv], or a tuple of arrays [P, bk, d] with its features in order.
         key_scale: the factor that keys still lack, float32, broadcasts to [P, bk]; None for 1.
         value_scale: the factor that values still lack, float32, broadcasts to [P, bk]; None for 1.
     """

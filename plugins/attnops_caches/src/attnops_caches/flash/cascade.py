@@ -71,7 +71,7 @@ def shared_pages(table: jax.Array, slots: Slots, seen: jax.Array) -> Shared:
 
 @dataclasses.dataclass(frozen=True)
 class TogetherPlan(NativePlan):
-    """The plan of a batch of one row, whose queries are those of all rows, row after row.
+    """The plan of a batch of one row, which has the queries of all rows, row after row.
 
     Attributes:
         rows: how many rows there are.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -165,8 +166,17 @@ def export(subject: Subject) -> None:
     if not subject.limits.exportable:
         raise UnsupportedError("by declaration", [Reason("exportable", False, "is declared in its Limits")])
     problem, operation = _served(subject)
+    program = jax.jit(problem.program(operation, subject.gradients))
     try:
-        exported = jax.export.export(jax.jit(problem.program(operation, subject.gradients)))(*problem.arguments)
+        try:
+            exported = jax.export.export(program)(*problem.arguments)
+        except ValueError as error:
+            # Calls of kernels whose format JAX does not promise to keep, such as Triton's, have to be allowed by name.
+            names = set(re.findall(r"custom_call @(\w+)", str(error)))
+            if not names or "compatibility guarantees" not in str(error):
+                raise
+            allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+            exported = jax.export.export(program, disabled_checks=allowed)(*problem.arguments)
         if importlib.util.find_spec("flatbuffers"):  # what JAX needs to serialise
             exported = jax.export.deserialize(exported.serialize())
     except (NotImplementedError, ValueError) as error:

@@ -30,8 +30,10 @@ _FIRST_RELEASES: Final = {
     80: ((12, 0), 80), 100: ((12, 8), 87), 103: ((12, 9), 88), 120: ((12, 8), 87), 121: ((12, 9), 88),
 }  # fmt: skip
 
-# The first CUDA release and PTX version for programs that make tensor maps (sm_90 and later).
-_TENSOR_MAP_RELEASE: Final = ((12, 3), 83)
+# The first CUDA release and PTX version for programs that make tensor maps (sm_90 and later). For PTX up to 8.5 Triton
+# gives a map's strides in units of 16 bytes, as assemblers before CUDA 12.5 need them. Later assemblers expect bytes,
+# whatever the version of the PTX: they would read every row from the address of the first.
+_TENSOR_MAP_RELEASE: Final = ((12, 8), 87)
 
 # AMD's data centre GPUs, with matrix cores and 64 lanes per wave. RDNA has 32 lanes and other matrix instructions.
 CDNA: Final = ("gfx90a", "gfx942", "gfx950")

@@ -127,15 +127,13 @@ def compiled(recipe: Recipe) -> CompiledKernel:
 def _with_scratch(kernel: KernelFunction, ptx: str) -> str:
     """PTX that reads the address of its scratch memory from the last pointer, not from the next to last parameter.
 
-    jaxlib's launcher passes null for that parameter. PTX before 8.6 also needs another name for the shared memory that
-    tensor maps copy to; in clusters of one block both names mean the same.
+    jaxlib's launcher passes null for that parameter.
     """
     given, hidden = (f"[{kernel.name}_param_{i}]" for i in
                      (len(kernel.pointers) - 1, len(kernel.pointers) + len(kernel.integers)))  # fmt: skip
     if given in ptx or hidden not in ptx:
         raise NotImplementedError(f"{kernel.name} does not have its scratch memory in {hidden}")
-    ptx = ptx.replace(hidden, given)
-    return re.sub(r"(cp\.async\.bulk\.tensor\.\dd)\.shared::cta\.global", r"\1.shared::cluster.global", ptx)
+    return ptx.replace(hidden, given)
 
 
 def _signature(recipe: Recipe) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], list[tuple[int, ...]]]:

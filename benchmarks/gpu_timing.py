@@ -33,17 +33,17 @@ class Timing:
 
 
 def measure(program: Ready, rounds: int) -> Timing:
-    """The shortest times of some rounds, which other work on the machine affects least."""
+    """The shortest times of some rounds, which other work on the machine affects least.
+
+    The time of a call is the difference between the shortest long queue and the shortest short one. The shortest of
+    differences would be too short: it has the short queue that was delayed most.
+    """
     _queue(program, 2)
     latency = min(_queue(program, 1)[1] for _ in range(max(3, rounds)))
     calls = max(4, round(SHORTEST / latency))
-    kernel, dispatch = [], []
-    for _ in range(rounds):
-        started, short = _queue(program, calls)
-        _, long = _queue(program, 3 * calls)
-        kernel.append((long - short) / (2 * calls))
-        dispatch.append(started / calls)
-    return Timing(max(min(kernel), 0.0), min(dispatch), latency)
+    short, long = ([_queue(program, count) for _ in range(rounds)] for count in (calls, 3 * calls))
+    kernel = (min(x for _, x in long) - min(x for _, x in short)) / (2 * calls)
+    return Timing(kernel, min(x for x, _ in short) / calls, latency)
 
 
 def _queue(program: Ready, calls: int) -> tuple[float, float]:

@@ -29,4 +29,4 @@ def with_mistakes(kernel: Any, *pairs: str) -> Any:
     """A kernel that is interpreted with some parts of its text replaced by others."""
     if not isinstance(kernel, KernelFunction):
         return dataclasses.replace(kernel, text=mistaken(kernel.text, *pairs))
-    return _Mistaken(kernel.function, kernel.arrays, kernel.sizes, kernel.options, kernel.scratch, pairs)
+    return _Mistaken(kernel.function, kernel.arrays, kernel.sizes, kernel.options, kernel.blocks, pairs)

@@ -151,7 +151,7 @@ MISTAKES_OF_BACKWARD = {
     "the phase of the ring stays": ("query", "phase = phase ^ 1", "pass"),
     "the logsumexp is not waited for": (
         "key", "mbarrier.wait(shared.rings[0].ready.index(stage), phase)", "pass",
-        "tma.async_load(statistics.map", "pause(); tma.async_load(statistics.map",
+        "tma.async_load(x.statistics", "pause(); tma.async_load(x.statistics",
     ),
     "weights of a half are not waited for": ("key", *without_wait(0, "w"), *held_up("s", 0)),
     "weights never come": ("key", "mbarrier.arrive(own.w_ready.index(group))", "pass"),

@@ -32,10 +32,11 @@ from attnops_triton import versions
 from attnops_triton.aot import kernels
 from attnops_triton.flash import plan
 from attnops_triton.flash.order import unordered
-from attnops_triton.language import assembler, simulator
+from attnops_triton.flash.specialised import CallFacts, why_plain
+from attnops_triton.language import assembler, call, simulator
 from attnops_triton.language.assembler import Assembler
 from attnops_triton.language.build import build
-from attnops_triton.language.source import KernelFunction
+from attnops_triton.language.source import KernelFunction, shape_of_map
 from attnops_triton.targets import target
 
 PROBLEMS = [
@@ -162,7 +163,7 @@ MISTAKES_OF_DQ = {
     "dq is overwritten": ("mbarrier.wait(shared.own.free.index(group), side ^ 1)", "pass"),
     "the buffer of dq is never free": ("mbarrier.arrive(dq.free.index(half))", "pass"),
     "the buffer of dq is free before it was read": ("tma.store_wait(0)", "pass"),
-    "dq replaces what is there": ("tma.async_atomic_add(dq.map", "tma.async_store(dq.map"),
+    "dq replaces what is there": ("tma.async_atomic_add(x.dq", "tma.async_store(x.dq"),
     "the columns of keys are not waited for": ("mbarrier.wait(shared.own.keys_ready.index(0), 0)", "pass"),
     "the logsumexp is not waited for": ("mbarrier.wait(q_ring.ready.index(stage), phase)", "pass"),
 }
@@ -212,14 +213,38 @@ def test_dq_is_added_in_any_order_only_if_asked_to() -> None:
 
 
 @pytest.mark.slow
-def test_scratch_memory_is_the_last_pointer() -> None:
-    (forward, *_) = launched(64, None)
-    program, kernel = build(forward.recipe), forward.recipe.kernel
-    text = program.code.decode()
-    assert kernel.pointers[-1] == "scratch"
-    assert f"[{kernel.name}_param_{len(kernel.pointers) - 1}]" in text
-    assert f"[{kernel.name}_param_{len(kernel.pointers) + len(kernel.integers)}]" not in text, "that one is null"
-    assert ".version 8.7" in text
+def test_tensor_maps_are_parameters() -> None:
+    """Four maps of 128 bytes each, and no program makes one: that costs a microsecond and more per map."""
+    forward, by_query, by_key = launched(64, None)
+    swizzle = 3  # of 128 bytes
+    for each, blocks in (
+        (forward, [(1, 64, 64), (1, 128, 64), (1, 128, 64), (1, 64, 64)]),  # q, k, v and out
+        (by_query, [(1, 64, 64), (1, 64, 64), (1, 64, 64), (1, 64, 64), (1, 64, 64)]),  # q, k, v, d_out and dq
+        # q, k, v, d_out and statistics; pointers store dk and dv, since groups are split.
+        (by_key, [(1, 64, 64), (1, 64, 64), (1, 64, 64), (1, 64, 64), (2, 64)]),
+    ):
+        program = build(each.recipe)
+        assert program.maps == tuple((swizzle if len(block) == 3 else 0, block) for block in blocks)
+        text = program.code.decode()
+        assert text.count(".param .align 64 .b8") == len(blocks)
+        assert "tensormap.replace" not in text
+        assert each.programs > 1
+
+
+def test_what_jaxlib_gets_for_a_tensor_map() -> None:
+    class Launcher:
+        def create_tma_descriptor_parameter(self, *given: Any) -> tuple[Any, ...]:
+            return given
+
+        def create_scalar_parameter(self, *given: Any) -> tuple[Any, ...]:
+            return given
+
+    shape = shape_of_map((2, 1000, 4, 64), (1, 128, 64))
+    assert call._map(Launcher(), shape, "bfloat16", 3, (1, 128, 64)) == [
+        (9, 3, [2, 1000, 256], [256000, 256, 1], [1, 128, 64], 0),
+        (2, "i32"), (1000, "i32"), (256, "i32"), (256000, "i64"), (256, "i64"), (1, "i64"),
+    ]  # fmt: skip
+    assert shape_of_map((2, 4, 2, 1024), (2, 64)) == (16, 1024)
 
 
 @pytest.mark.parametrize(("D", "dtype", "T", "K", "mask", "cap"), compile_cases("sm_90"))
@@ -253,6 +278,13 @@ def test_old_versions_and_assemblers_have_the_others(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patched:
         patched.setattr(versions, "version_of", {"triton": "3.8.0", "jax": "0.10.2"}.get)
         assert specialised(launched(64, None)) == [False] * 3
+    told_by_version = {}
+    for version in ("0.11.0", "0.11.1"):
+        monkeypatch.setattr(versions, "version_of", {"triton": "3.9.0", "jaxlib": version}.get)
+        with target("sm_90"):
+            told_by_version[version] = why_plain("sm_90", CallFacts("bfloat16", 64, 64, (256, 256), *[False] * 7))
+    assert "jaxlib 0.11.1" in told_by_version["0.11.0"]
+    assert not told_by_version["0.11.1"]
 
     def here(release: tuple[int, int]) -> bool:
         from attnops_triton.flash import specialised as module

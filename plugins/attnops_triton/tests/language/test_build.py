@@ -15,7 +15,7 @@ from triton_copy import TEXT, copy_recipe
 
 from attnops_triton import versions
 from attnops_triton.language import build, store
-from attnops_triton.language.build import CompiledKernel, Recipe
+from attnops_triton.language.build import CompiledKernel, from_store, Recipe
 from attnops_triton.language.source import KernelFunction
 
 RECIPE = copy_recipe("sm_90", stages=2)
@@ -116,10 +116,12 @@ def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_stored_is_what_is_read(folder: Path) -> None:
-    program = CompiledKernel("copy", 128, 0, b"code\nof several\nlines")
+    program = CompiledKernel("copy", 128, 0, ((3, (1, 64, 64)),), b"code\nof several\nlines")
     fields = dataclasses.asdict(program)
     store.write("key", fields.pop("code"), fields)
-    assert store.read("key") == (program.code, fields)
+    stored = store.read("key")
+    assert stored is not None
+    assert from_store(*stored) == program
 
 
 @pytest.mark.parametrize("damage", ["code", "fields", "digest", "nothing but a line", "empty"])

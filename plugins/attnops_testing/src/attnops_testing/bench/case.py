@@ -104,11 +104,11 @@ class Case:
         """Whether the mask holds JAX arrays, which reach a compiled program as arguments."""
         return any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(self.mask))
 
-    def rows_seen(self, rows: Array) -> Array:
-        """The mask for some queries, booleans that broadcast to [B, H, rows, S]."""
+    def rows_seen(self, rows: Array, batches: Array, heads: Array) -> Array:
+        """The mask for some queries, booleans that broadcast to [batches, heads, rows, S]."""
         if self.mask is None:
             return np.ones((1, 1, 1, 1), bool)
-        indices = (np.arange(self.batch), np.arange(self.heads), rows, np.arange(self.length))
+        indices = (batches, heads, rows, np.arange(self.length))
         shaped = (x.reshape([-1 if axis == i else 1 for axis in range(4)]) for i, x in enumerate(indices))
         return np.asarray(self.mask.bind(*self.shape).allowed(*shaped))
 

@@ -93,7 +93,7 @@ def _run_by_query(
     sizes, programs = sizes_by_query(plan, plan.by_query)
     function, options = attnops_flash_backward_query, _differentiates(plan, schedule, wanted)
     if plan.by_query.specialised:
-        options |= {"kind": HopperOptions, "maps": 4 + (plan.gradient_dtype == plan.dtype)}
+        options |= {"kind": HopperOptions}
         function = hopper_by_query.attnops_flash_backward_query
         if plan.arch in TENSOR_MEMORY:
             function = blackwell.attnops_flash_backward_query
@@ -154,11 +154,9 @@ def _run_by_key(
         if plan.arch in TENSOR_MEMORY:
             function = blackwell.attnops_flash_backward_key
             options["kind"] = BackwardOptions
-        by_map = plan.gradient_dtype == plan.dtype and not plan.splits_groups
-        # A copy of half the columns of keys is needed where their buffer can't be sliced.
-        maps = 5 + 2 * by_map + (0 if not added else 1 if plan.D >= 128 else 2)
-        options |= {"maps": maps, "fuses_dq": bool(added)}
-        sizes |= {"padded": padded, "statistics_rows": plan.B * plan.H * 2}
+        options["fuses_dq"] = bool(added)
+        if added and not HopperOptions.can_slice(plan.D):
+            operands.append(Operand("k_columns", inputs.k))
     results = launch(
         plan, plan.by_key, function, operands, outputs, programs, sizes | schedule_sizes(schedule), aliases,
         **options,

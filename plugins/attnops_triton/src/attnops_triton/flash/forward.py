@@ -63,9 +63,9 @@ def forward(
     sizes, programs = sizes_by_query(plan, plan.forward)
     function, options = attnops_flash_forward, dict[str, Any]()
     if plan.forward.specialised:
-        function, options = hopper, {"kind": HopperOptions, "maps": 4}
+        function, options = hopper, {"kind": HopperOptions}
         if plan.arch in TENSOR_MEMORY:
-            function, options = blackwell, {"kind": BlackwellOptions, "maps": 4}
+            function, options = blackwell, {"kind": BlackwellOptions}
     results = launch(
         plan, plan.forward, function, operands, outputs, programs, sizes | schedule_sizes(schedule),
         map_by_head=schedule.map_shape[1] > 1, **options,

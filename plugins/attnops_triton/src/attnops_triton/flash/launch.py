@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from attnops_triton.flash.kernels.parameters import Sizes, grouped, options_of
 from attnops_triton.flash.operands import Operand
@@ -19,13 +18,12 @@ from attnops_triton.language.source import KernelFunction
 
 # Bytes of keys and values that neighbouring programs read together, so that they stay in the L2 cache.
 _CACHE = 24 << 20
-_MAP = 128  # bytes of a tensor map
 
 
 def launch(
     plan: FlashPlan, tiles: TileSizes, function: Any, operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, sizes: Mapping[str, int],
-    aliases: Mapping[str, str] = MappingProxyType({}), maps: int = 0, **options: Any,
+    aliases: Mapping[str, str] = MappingProxyType({}), **options: Any,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The outputs of a kernel by name.
 
@@ -39,12 +37,8 @@ def launch(
         programs: the size of the grid.
         sizes: its integers, besides lengths and the batches of arrays.
         aliases: by output that is written in place of an operand, the operand's name.
-        maps: the number of tensor maps that a program creates.
         options: those of `attnops_triton.flash.kernels.parameters.options_of`.
     """
-    scratch = maps * _MAP
-    if scratch:
-        outputs = {**outputs, "scratch": jax.ShapeDtypeStruct((programs * scratch,), jnp.int8)}
     batched = sum((x.array.shape[0] > 1) << i for i, x in enumerate(operands))
     sizes = {"T": plan.T, "S": plan.S, "batched": batched, **sizes}
     if plan.scoring.mask is not None or plan.scoring.has_cap_or_bias:
@@ -53,14 +47,13 @@ def launch(
         raise ValueError(f"{sizes} must be integers of 32 bits")
     names = grouped([(name, name) for name in (*(x.name for x in operands), *outputs)])
     given = options_of(plan, tiles, operands, **options)
-    kernel = KernelFunction(function, names, Sizes(**{name: name for name in sizes}), given, scratch)
+    blocks = tuple((x, given.block(x)) for x in (*(x.name for x in operands), *outputs) if given.block(x))
+    kernel = KernelFunction(function, names, Sizes(**{name: name for name in sizes}), given, blocks)
     arrays = {x.name: x for x in operands}
     ordered = [arrays[name] for name in kernel.pointers if name in arrays]
     shapes = {name: outputs[name] for name in kernel.pointers if name in outputs}
     integers = tuple(sizes[name] for name in kernel.integers)
-    results = launch_any(plan, tiles, kernel, integers, ordered, shapes, programs, divisible(plan, tiles), aliases)
-    results.pop("scratch", None)
-    return results
+    return launch_any(plan, tiles, kernel, integers, ordered, shapes, programs, divisible(plan, tiles), aliases)
 
 
 def sizes_by_query(plan: FlashPlan, tiles: TileSizes) -> tuple[dict[str, int], int]:

@@ -14,11 +14,14 @@ from attnops_triton.flash.plan import TileSizes
 from attnops_triton.flash.tile_sizes import specialised_rows
 from attnops_triton.language import assembler
 from attnops_triton.language.compat import device_arch
+from attnops_triton.language.launch import is_recording
 from attnops_triton.language.translate import PRIMITIVES
 from attnops_triton.targets import TENSOR_MEMORY, current, first_cuda_of_maps
 
 # The first release of Triton whose Gluon has the functions that these kernels use.
 _TRITON = (3, 9)
+# The first release of jaxlib that passes tensor maps to kernels.
+_JAXLIB = (0, 11, 1)
 
 
 class CallFacts(NamedTuple):
@@ -54,7 +57,7 @@ def why_plain(arch: str, facts: CallFacts) -> str:
         (facts.sets_tile_sizes, "block_q or block_k is set"),
         # Half of each program would be idle.
         (arch in TENSOR_MEMORY and T <= 128, f"{T} queries are at most 128"),
-        (not facts.interpret and not _is_supported(), "they need Triton 3.9, and on this machine CUDA 12.8's ptxas"),
+        (not facts.interpret and not _is_supported(), "they need Triton 3.9, jaxlib 0.11.1, and on this machine CUDA 12.8's ptxas"),
     )
     return next((reason for holds, reason in conditions if holds), "")
 
@@ -141,8 +144,13 @@ def describe_kernels(request: AttentionRequest, metadata: OperationMetadata) -> 
 
 
 def _is_supported() -> bool:
-    """Whether Triton can compile specialised kernels, and this machine's assembler can assemble those that run here."""
+    """Whether Triton can compile specialised kernels and, unless they are only compiled, whether jaxlib passes tensor
+    maps to them and this machine's assembler can assemble those that run here.
+    """
     if versions.release(versions.version_of("triton") or "0") < _TRITON:
         return False
+    if is_recording():
+        return True
     ptxas = None if current() else assembler.find()
-    return ptxas is None or ptxas.release >= first_cuda_of_maps()
+    has_maps = versions.release(versions.version_of("jaxlib") or "0") >= _JAXLIB
+    return has_maps and (ptxas is None or ptxas.release >= first_cuda_of_maps())

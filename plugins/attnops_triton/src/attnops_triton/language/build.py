@@ -64,6 +64,8 @@ class CompiledKernel:
     name: str  # the name of the function in the code
     threads: int  # threads per program
     shared: int  # bytes of shared memory per program
+    # Of each array with a tensor map, in the order of pointers: the map's swizzle, and the block that one copy has.
+    maps: tuple[tuple[int, tuple[int, ...]], ...]
     code: bytes = dataclasses.field(repr=False)  # PTX, or a code object
 
 
@@ -96,11 +98,16 @@ def _build(recipe: Recipe) -> CompiledKernel:
         store.write(key, fields.pop("code"), fields)
         counts.compiled += 1
     else:
-        code, fields = stored
-        program = CompiledKernel(**fields, code=code)
+        program = from_store(*stored)
         counts.read += 1
     counts.seconds += time.perf_counter() - start
     return program
+
+
+def from_store(code: bytes, fields: dict[str, Any]) -> CompiledKernel:
+    """A program from its code and its other fields as JSON, which has lists in place of tuples."""
+    maps = tuple((swizzle, tuple(block)) for swizzle, block in fields["maps"])
+    return CompiledKernel(**{**fields, "maps": maps}, code=code)
 
 
 def compiled(recipe: Recipe) -> CompiledKernel:
@@ -111,35 +118,37 @@ def compiled(recipe: Recipe) -> CompiledKernel:
     """
     name, arch = recipe.kernel.name, recipe.arch
     modules, metadata = lowered(recipe)
-    needed = metadata.get("global_scratch_size") or 0
-    if needed != recipe.kernel.scratch:
-        raise NotImplementedError(
-            f"{name} for {arch} needs {needed} bytes of scratch memory a program, and {recipe.kernel.scratch} are given"
-        )
+    if needed := metadata.get("global_scratch_size") or 0:
+        raise NotImplementedError(f"{name} for {arch} needs {needed} bytes of scratch memory a program")
     if is_amd(arch):
-        return CompiledKernel(metadata["name"], recipe.warps * wave_size(arch), metadata["shared"], modules["hsaco"])
+        threads, code = recipe.warps * wave_size(arch), modules["hsaco"]
+        return CompiledKernel(metadata["name"], threads, metadata["shared"], (), code)
     # Specialised kernels have more threads than ``warps`` says.
     threads = int(re.findall(r"\.reqntid (\d+)", modules["ptx"])[0])
-    text = _with_scratch(recipe.kernel, modules["ptx"]) if needed else modules["ptx"]
-    return CompiledKernel(metadata["name"], threads, metadata["shared"], text.encode())
+    maps = tuple((x["swizzle"], tuple(x["block_size"])) for x in metadata.get("tensordesc_meta") or ())
+    return CompiledKernel(metadata["name"], threads, metadata["shared"], maps, modules["ptx"].encode())
 
 
-def _with_scratch(kernel: KernelFunction, ptx: str) -> str:
-    """PTX that reads the address of its scratch memory from the last pointer, not from the next to last parameter.
+def _map_type(block: tuple[int, ...], dtype: str) -> str:
+    """Gluon's type of a tensor map; ``dtype`` is Triton's name."""
+    from triton.experimental.gluon import language as gl
 
-    jaxlib's launcher passes null for that parameter.
-    """
-    given, hidden = (f"[{kernel.name}_param_{i}]" for i in
-                     (len(kernel.pointers) - 1, len(kernel.pointers) + len(kernel.integers)))  # fmt: skip
-    if given in ptx or hidden not in ptx:
-        raise NotImplementedError(f"{kernel.name} does not have its scratch memory in {hidden}")
-    return ptx.replace(hidden, given)
+    bits = int(dtype[-2:])
+    # A block of statistics is read by rows, other blocks by the tensor cores.
+    layout = (
+        gl.NVMMASharedLayout(0, bits, 2)
+        if len(block) == 2
+        else gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16}.get(dtype, gl.float32))
+    )
+    return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
 
 
 def _signature(recipe: Recipe) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], list[tuple[int, ...]]]:
     """Triton's types by parameter, compile-time values, and which arguments are multiples of 16, both by path."""
     kernel = recipe.kernel
     types = dict(zip(kernel.pointers, (_POINTERS[name] for name in recipe.dtypes), strict=True))
+    for name, block in kernel.blocks:
+        types[name] = _map_type(block, types[name].removeprefix("*"))
     types |= dict.fromkeys(kernel.integers, "i32")
     constants: dict[tuple[int, ...], Any] = {}
     aligned: list[tuple[int, ...]] = []
@@ -151,7 +160,7 @@ def _signature(recipe: Recipe) -> tuple[dict[str, Any], dict[tuple[int, ...], An
         if not isinstance(x, str):
             constants[path] = x
             return "constexpr"
-        if x in kernel.pointers or x in recipe.divisible:
+        if types[x].startswith("*") or x in recipe.divisible:
             aligned.append(path)
         return types[x]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import tempfile
 import zlib
@@ -18,6 +19,7 @@ from jax.interpreters import mlir
 
 from attnops_triton import versions
 from attnops_triton.language.build import CompiledKernel, Recipe, build
+from attnops_triton.language.source import shape_of_map
 from attnops_triton.targets import capability, is_amd
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 # Threads per warp, as jaxlib counts them.
 _WARP: Final = {"cuda": 32, "rocm": 64}
+# CUDA's numbers of dtypes (CUtensorMapDataType).
+_TMA_TYPES: Final = {"float16": 6, "float32": 7, "bfloat16": 9}
 
 
 def triton_call(
@@ -91,7 +95,12 @@ def _lower(
             f"jax-cuda13-plugin=={versions.version_of('jaxlib')}"
         )
     program = build(dataclasses.replace(recipe, arch=arch))
-    parameters = [launcher.create_array_parameter(0, 16) for _ in recipe.dtypes]
+    maps, blocks, parameters = iter(program.maps), dict(recipe.kernel.blocks), []
+    for name, dtype, x in zip(recipe.kernel.pointers, recipe.dtypes, (*context.avals_in, *shapes), strict=True):
+        if name in blocks:
+            parameters += _map(launcher, shape_of_map(x.shape, blocks[name]), dtype, *next(maps))
+        else:
+            parameters.append(launcher.create_array_parameter(0, 16))
     parameters += [launcher.create_scalar_parameter(value, "i32") for value in integers]
     kernel = launcher.TritonKernel(
         program.name, program.threads // _WARP[platform], 1, program.shared, _code(program, arch), "",
@@ -106,6 +115,18 @@ def _lower(
         return rule(context, *operands)
     rule = jax.ffi.ffi_lowering("triton_kernel_call_ffi", operand_output_aliases=dict(aliases), api_version=4)
     return rule(context, *operands, opaque=opaque)
+
+
+def _map(launcher: Any, shape: tuple[int, ...], dtype: str, swizzle: int, block: tuple[int, ...]) -> list[Any]:
+    """The parameters that a tensor map is to a kernel: the map, which jaxlib encodes at each launch, its sizes, and its
+    strides.
+    """
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return [
+        launcher.create_tma_descriptor_parameter(_TMA_TYPES[dtype], swizzle, list(shape), strides, list(block), 0),
+        *(launcher.create_scalar_parameter(size, "i32") for size in shape),
+        *(launcher.create_scalar_parameter(stride, "i64") for stride in strides),
+    ]
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

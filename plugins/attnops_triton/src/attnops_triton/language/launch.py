@@ -63,6 +63,11 @@ def recording() -> Iterator[list[Launched]]:
         yield record.launched
 
 
+def is_recording() -> bool:
+    """Whether launches are listed, so that kernels may be compiled, but do not run."""
+    return _RECORD.value is not None
+
+
 def launch_any(
     plan: AnyPlan, tiles: AnyTiles, kernel: KernelFunction, integers: tuple[int, ...], operands: list[Operand],
     outputs: Mapping[str, jax.ShapeDtypeStruct], programs: int, divisible: frozenset[str],

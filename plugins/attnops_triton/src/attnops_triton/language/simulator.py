@@ -21,7 +21,7 @@ import numpy as np
 
 from attnops_triton.language.compat import functions, surroundings
 from attnops_triton.language.interpreter import undecorated
-from attnops_triton.language.source import KernelFunction
+from attnops_triton.language.source import KernelFunction, shape_of_map
 
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray
@@ -345,7 +345,7 @@ class Machine:
             expect=_expect,
         )
         maps = SimpleNamespace(
-            make_tensor_descriptor=_Map, async_load=_async_load, async_store=self.copy,
+            async_load=_async_load, async_store=self.copy,
             async_atomic_add=self.add, store_wait=self.wait_for_copies,
         )  # fmt: skip
         return {
@@ -371,8 +371,10 @@ def simulate(
     Raises:
         TimeoutError: all partitions wait.
     """
+    blocks = dict(kernel.blocks)
     values: dict[str, Any] = {
-        name: Pointer(x.reshape(-1)) for name, x in zip(kernel.pointers, (*arrays, *results), strict=True)
+        name: _Map(x, blocks[name]) if name in blocks else Pointer(x.reshape(-1))
+        for name, x in zip(kernel.pointers, (*arrays, *results), strict=True)
     }
     values |= {name: _tensor(np.int32(x)) for name, x in zip(kernel.integers, integers, strict=True)}
     given, outer = kernel.arguments(values), surroundings(kernel)
@@ -385,19 +387,18 @@ def simulate(
 class _Map:
     """A tensor map."""
 
-    def __init__(self, at: Pointer, shape: list[Any], strides: list[Any], block: list[int], layout: Any) -> None:
-        self.at, self.shape, self.stride, self.block = at, [int(x) for x in shape], int(strides[0]), block
-        self.layout = layout
+    def __init__(self, array: NumpyArray, block: tuple[int, ...]) -> None:
+        self.array, self.block = array.reshape(shape_of_map(array.shape, block)), block
 
-    def rows(self, corner: list[Any]) -> Iterator[tuple[int, slice]]:
+    def rows(self, corner: list[Any]) -> Iterator[tuple[int, tuple[Any, ...]]]:
         """The index of each row of a block that lies in the array, and where its elements are."""
-        row, column = (int(x) for x in corner)
-        if column + self.block[1] > self.shape[1]:
-            raise IndexError(f"columns {column} to {column + self.block[1]} of {self.shape[1]}")
-        for i in range(self.block[0]):
-            if 0 <= row + i < self.shape[0]:
-                start = int(self.at.at) + (row + i) * self.stride + column
-                yield i, slice(start, start + self.block[1])
+        *outer, row, column = (int(x) for x in corner)
+        height, width = self.block[-2:]
+        if column + width > self.array.shape[-1] or any(i < 0 for i in outer):
+            raise IndexError(f"a block of {self.block} at {corner} of {self.array.shape}")
+        for i in range(height):
+            if 0 <= row + i < self.array.shape[-2]:
+                yield i, (*outer, row + i, slice(column, column + width))
 
 
 def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleNamespace], result: Shared) -> None:
@@ -406,7 +407,7 @@ def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleN
     def copy() -> None:
         result.array[...] = 0
         for i, elements in source.rows(corner):
-            result.array[i] = source.at.array[elements]
+            result.array[i] = source.array[elements]
         state.bytes -= result.array.nbytes
         _settle(machine, state)
 
@@ -417,7 +418,7 @@ def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleN
 
 def _copy(target: _Map, corner: list[Any], source: Shared, add: bool) -> None:
     for i, elements in target.rows(corner):
-        target.at.array[elements] = source.array[i] + (target.at.array[elements] if add else 0)
+        target.array[elements] = source.array[i] + (target.array[elements] if add else 0)
 
 
 def _init(barrier: tuple[Machine, SimpleNamespace], count: int) -> None:

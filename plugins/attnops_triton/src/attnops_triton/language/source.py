@@ -6,6 +6,7 @@ import dataclasses
 import dis
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,9 @@ class KernelFunction:
     arrays: tuple[Any, ...]
     sizes: tuple[Any, ...]  # the second argument with names in place of integers
     options: Any  # the third argument, a frozen dataclass; functions among its fields are `triton.JITFunction`s too
-    scratch: int = 0  # bytes of scratch memory per program; the last pointer is to that of all programs
+    # By array that it reads or writes through a tensor map, the block of a copy: [1, tokens, features] of an array
+    # [B, tokens, heads, D], or [rows, columns] of an array whose last axis has the columns.
+    blocks: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def gluon(self) -> bool:
@@ -60,7 +63,7 @@ class KernelFunction:
         given = vars(self.options).values()
         keys = [x.cache_key for x in (self.function, *given) if hasattr(x, "cache_key")]
         properties = map(_source_of, sorted(_modules(self.options)))
-        return (*keys, *properties, repr(self.arrays), repr(self.sizes), repr(self.options))
+        return (*keys, *properties, repr(self.arrays), repr(self.sizes), repr(self.options), repr(self.blocks))
 
     @functools.cached_property
     def reachable(self) -> dict[str, Any]:
@@ -89,6 +92,13 @@ class KernelFunction:
     def text(self) -> str:
         """The source of all `reachable` functions, without decorators."""
         return "\n\n".join(x.src for x in self.reachable.values())
+
+
+def shape_of_map(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array as a tensor map has it: as many axes as a block."""
+    if len(block) == 2:
+        return math.prod(shape[:-1]), shape[-1]
+    return (*shape[:2], math.prod(shape[2:]))
 
 
 def _modules(options: Any) -> set[str]:

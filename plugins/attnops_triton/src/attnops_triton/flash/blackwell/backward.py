@@ -29,6 +29,7 @@ from attnops_triton.flash.hopper.shared import (
     place_output,
     place_tile,
     share,
+    store_rows,
     tokens,
     values_of_head,
 )
@@ -135,7 +136,7 @@ def moved_sizes(x, n, options: gl.constexpr, computes: gl.constexpr):
         maps = moved(n.map_batch)
         if x.columns is not None:
             width = moved(n.width)
-    return Sizes(T, S, batched, inner, rows, 0, 0, maps, width, starts[0], starts[1], starts[2], starts[3], 0, 0, 0, 0)
+    return Sizes(T, S, batched, inner, rows, 0, 0, maps, width, starts[0], starts[1], starts[2], starts[3], 0, 0)
 
 
 @gluon.jit
@@ -224,7 +225,7 @@ def key_step(
         kv, values = given
     q = tokens(first + group * columns, n.T, False, options)
     values = load_values(x, n, program, q, values, "q", masked and not options.is_even, options)
-    statistics = shared.statistics.tile.index(stage)
+    statistics = shared.statistics.index(stage)
     mbarrier.wait(shared.rings[0].ready.index(stage), phase)
     lse = statistics.slice(0, 1, 0).slice(group * columns, columns, 1).load(options.scores_layout)
     mbarrier.wait(own.s_ready.index(0), done & 1)
@@ -277,7 +278,7 @@ def store_sums(outputs, group: gl.constexpr, n, program, shared, done, options: 
         if group == 0:
             mbarrier.wait(own.written.index(0), 0)
             for i in gl.static_range(len(outputs)):
-                tma.async_store(shared.maps[i], [shared.first, head * D], shared.held[i].tile.index(0))
+                store_rows(outputs[i], i, 0, head, program, shared, options)
         tma.store_wait(0)
 
 

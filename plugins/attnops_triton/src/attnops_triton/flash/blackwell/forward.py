@@ -30,6 +30,7 @@ from attnops_triton.flash.hopper.shared import (
     make_barriers,
     place_tile,
     share,
+    store_rows,
     tokens,
 )
 from attnops_triton.flash.kernels.scores import (
@@ -234,5 +235,5 @@ def correct(x, n, program, tiles, shared, options: gl.constexpr):
             # Otherwise the assembler loads all columns first, and spills.
             gl.barrier()
         fence_async_shared()
-        tma.async_store(shared.maps[0], [first, program.h * D], shared.held[0].tile.index(half))
+        store_rows(x.out, 0, half, program.h, program, shared, options)
     tma.store_wait(0)

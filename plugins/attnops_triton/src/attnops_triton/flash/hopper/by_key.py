@@ -23,15 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnops_triton.flash.hopper.shared import (
-    Held,
     advance,
+    allocate_tiles,
     each_head,
     load,
     make_barriers,
-    make_map,
     nothing,
     place_tile,
     share,
+    store_rows,
     tokens,
     values_of_head,
 )
@@ -45,12 +45,10 @@ class FusedDq(NamedTuple):
 
     ds: Any  # the score gradients of two tiles, for both partitions
     ds_ready: Any  # their barrier
-    map: Any  # the tensor map of dq
-    tile: Any  # a buffer of each partition
+    tile: Any  # a buffer of dq for each partition
     ready: Any  # barriers of these buffers
     free: Any
-    # Half the columns of half the keys each, a `Held` array [4, rows, D / 2], and their barrier; 0 if the buffer of
-    # keys can be sliced.
+    # Half the columns of half the keys each, [4, rows, D / 2], and their barrier; 0 if the buffer of keys can be sliced.
     keys: Any
     keys_ready: Any
     done: Any  # barriers of the buffers of dk and of dv
@@ -82,7 +80,7 @@ def start_partitions(x, n, options: gl.constexpr):
     """Either kernel."""
     program = place_by_key(n, options)
     if options.fuses_dq:
-        shared = share(x, n, program, share_dq(x, n, program, options), options)
+        shared = share(x, n, program, share_dq(options), options)
         gl.warp_specialize(
             [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
              (load_all, (x, n, program, shared, options)), (add, (x, n, program, shared, options))],
@@ -145,7 +143,7 @@ def step(
     q_ring, d_out_ring = shared.rings
     queries = q_ring.tile.index(stage)
     cotangents = d_out_ring.tile.index(stage)
-    statistics = shared.statistics.tile.index(stage)
+    statistics = shared.statistics.index(stage)
     mbarrier.wait(q_ring.ready.index(stage), phase)
     s = new_product(k.tile.index(group), queries.permute([1, 0]), options)
     mbarrier.wait(d_out_ring.ready.index(stage), phase)
@@ -187,23 +185,20 @@ def step(
 
 
 @gluon.jit
-def share_dq(x, n, program, options: gl.constexpr):
+def share_dq(options: gl.constexpr):
     """The `FusedDq`."""
     rows: gl.constexpr = options.rows
     half: gl.constexpr = options.half
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, rows], options.dtype)
-    ds = gl.allocate_shared_memory(options.dtype, [4, rows, rows], layout)
-    dq_map = make_map(x.dq, n, program, -1, True, rows, half, gl.float32, options)
-    dq_tile = gl.allocate_shared_memory(gl.float32, [2, rows, half], dq_map.layout)
+    ds = allocate_tiles(4, rows, rows, options.dtype)
+    dq = allocate_tiles(2, rows, half, gl.float32)
     ds_ready = make_barriers(1, 2)
     keys = 0
     keys_ready = 0
     if not options.slices_keys:
-        keys_map = make_map(x.k, n, program, options.layouts.k.bit, False, rows, half, options.dtype, options)
-        keys = Held(keys_map, gl.allocate_shared_memory(options.dtype, [4, rows, half], keys_map.layout))
+        keys = allocate_tiles(4, rows, half, options.dtype)
         keys_ready = make_barriers(1, 1)
     return FusedDq(
-        ds, ds_ready, dq_map, dq_tile, make_barriers(2, 1), make_barriers(2, 1), keys, keys_ready,
+        ds, ds_ready, dq, make_barriers(2, 1), make_barriers(2, 1), keys, keys_ready,
         (make_barriers(2, 1), make_barriers(2, 1)),
     )  # fmt: skip
 
@@ -212,20 +207,20 @@ def share_dq(x, n, program, options: gl.constexpr):
 def load_all(x, n, program, shared, options: gl.constexpr):
     """The loader with a fused dq."""
     if not options.slices_keys:
-        load_columns(program, shared, options)
+        load_columns(x, program, shared, options)
     load(x, n, program, shared, options)
 
 
 @gluon.jit
-def load_columns(program, shared, options: gl.constexpr):
+def load_columns(x, program, shared, options: gl.constexpr):
     """Copy each half of the keys' columns to separate buffers."""
     half: gl.constexpr = options.half
-    keys = shared.own.keys
     ready = shared.own.keys_ready.index(0)
     mbarrier.expect(ready, 4 * options.rows * half * options.itemsize)
     for part in gl.static_range(4):
         at = program.k * options.plan.D + part % 2 * half
-        tma.async_load(keys.map, [shared.first + part // 2 * options.rows, at], ready, keys.tile.index(part))
+        corner = [shared.held[0].b, shared.first + part // 2 * options.rows, at]
+        tma.async_load(x.k_columns, corner, ready, shared.own.keys.index(part))
 
 
 @gluon.jit
@@ -245,7 +240,7 @@ def multiply_dq(shared, ws, side, group: gl.constexpr, options: gl.constexpr):
         if options.slices_keys:
             keys = shared.held[0].tile.index(i).slice(group * half, half, 1)
         else:
-            keys = shared.own.keys.tile.index(2 * i + group)
+            keys = shared.own.keys.index(2 * i + group)
         ds = shared.own.ds.index(side * 2 + i).permute([1, 0])
         dq = warpgroup_mma(ds, keys, dq, use_acc=i > 0, is_async=True)
     return dq
@@ -256,11 +251,11 @@ def add(x, n, program, shared, options: gl.constexpr):
     """The partition that has the copy engine add each tile's dq to memory, and then stores dk and dv."""
     side = 0
     each_head(add_tile, nothing, side, 0, x, n, program, shared, 0, options)
-    at = program.k * options.plan.D
+    outputs = (x.dk, x.dv)
     for i in gl.static_range(2):
         for half in gl.static_range(2):
             mbarrier.wait(shared.own.done[i].index(half), 0)
-            tma.async_store(shared.maps[i], [shared.first + half * options.rows, at], shared.held[i].tile.index(half))
+            store_rows(outputs[i], i, half, program.k, program, shared, options)
     tma.store_wait(0)
 
 
@@ -274,7 +269,7 @@ def add_tile(
     for half in gl.static_range(2):
         mbarrier.wait(dq.ready.index(half), side)
         at = program.h * options.plan.D + half * options.half
-        tma.async_atomic_add(dq.map, [first, at], dq.tile.index(half))
+        tma.async_atomic_add(x.dq, [program.b, first, at], dq.tile.index(half))
     tma.store_wait(0)
     for half in gl.static_range(2):
         mbarrier.arrive(dq.free.index(half))

@@ -23,6 +23,7 @@ from attnops_triton.flash.hopper.shared import (
     make_barriers,
     place_tile,
     share,
+    store_rows,
     tokens,
 )
 from attnops_triton.flash.hopper.steps import fill, new_product, no_sums, operand
@@ -100,9 +101,8 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     store_maximum(x, n, program, q, m, l, options)
     m, l, factor, seen = denominator(load_sink(x, n, program, options), m, l, options)
     acc = acc * gl.convert_layout(factor, options.sums_row_layout)[:, None]
-    out = shared.held[0].tile.index(group)
-    fill(out, acc, options)
-    tma.async_store(shared.maps[0], [q.first, program.h * options.plan.D], out)
+    fill(shared.held[0].tile.index(group), acc, options)
+    store_rows(x.out, 0, group, program.h, program, shared, options)
     store_token(x.m_out, n, program, q, gl.where(seen, m, float("-inf")), options)
     store_token(x.log2_sum_out, n, program, q, gl.log2(l), options)
     tma.store_wait(0)

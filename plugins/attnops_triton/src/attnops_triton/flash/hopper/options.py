@@ -41,10 +41,20 @@ class HopperOptions(PartitionedOptions):
         """The layout of a partition's part of a fused dq."""
         return _layout(self.half)
 
+    @staticmethod
+    def can_slice(head_dim: int) -> bool:
+        """Whether half the columns of the keys' buffer can be an operand: 128 bytes per row, the unit of swizzling."""
+        return head_dim >= 128
+
     @property
     def slices_keys(self) -> bool:
-        """Whether half the columns of the keys' buffer can be an operand: 128 bytes per row, the unit of swizzling."""
-        return self.plan.D >= 128
+        """`can_slice` of the call."""
+        return self.can_slice(self.plan.D)
+
+    def block(self, name: str) -> tuple[int, ...] | None:
+        if self.fuses_dq and name in ("dq", "k_columns"):
+            return 1, self.rows, self.half
+        return super().block(name)
 
 
 def _layout(columns: int) -> Any:

@@ -93,6 +93,14 @@ class PartitionedOptions(KernelOptions):
         """The dtype of gradients that are stored."""
         return gl.float32 if self.transposed and self.splits_groups else self.gradient_dtype
 
+    def block(self, name: str) -> tuple[int, ...] | None:
+        rows = ("k", "v", "dk", "dv") if self.transposed else ("q", "d_out", "out", "dq")
+        if name == "statistics":
+            return 2, self.streamed
+        if name in rows and (name not in ("dq", "dk", "dv") or self.stores_by_map):
+            return 1, self.rows, self.plan.D
+        return (1, self.streamed, self.plan.D) if name in ("q", "k", "v", "d_out") else None
+
     @property
     def loops_over_heads(self) -> bool:
         """Whether a loop over the query heads of a kv head has one over tiles inside."""
@@ -108,6 +116,7 @@ class Held(NamedTuple):
     """An array of which a program keeps its rows."""
 
     map: Any  # the tensor map
+    b: Any  # the index of the program's batch
     tile: Any  # [copies, rows, D]
 
 
@@ -115,6 +124,7 @@ class Ring(NamedTuple):
     """An array that is streamed through a ring of buffers."""
 
     map: Any  # the tensor map
+    b: Any  # the index of the program's batch
     tile: Any  # [stages, tokens, D]
     ready: Any  # barriers of each buffer
     free: Any
@@ -127,9 +137,8 @@ class Shared(NamedTuple):
     held: Any  # the `Held` arrays: q; q and d_out; or k and v
     ready: Any  # a barrier for each computing partition's rows
     rings: Any  # two `Ring`s, in the order of use: k and v; or q and d_out
-    maps: Any  # the tensor map of each output; 0 for those that pointers store
-    # For the kernel by keys, a `Held` array [stages, 2, queries] of the logsumexp to base 2 in one term and delta. It
-    # is copied together with q, and counted by its barriers.
+    # For the kernel by keys, [stages, 2, queries], the logsumexp to base 2 in one term and delta. It is copied together
+    # with q, and counted by its barriers.
     statistics: Any
     own: Any  # what one kernel needs
 
@@ -154,51 +163,31 @@ def make_barriers(copies: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def make_map(
-    array, n, program, bit: gl.constexpr, of_query: gl.constexpr, block: gl.constexpr, width: gl.constexpr,
-    dtype: gl.constexpr, options: gl.constexpr,
-):  # fmt: skip
-    """A tensor map of the program's batch of an array [B or 1, length, heads, D], by blocks [tokens, width]."""
-    stride: gl.constexpr = (options.plan.H if of_query else options.plan.K) * options.plan.D
-    length = n.T if of_query else n.S
-    b = program.b
-    if bit >= 0:
-        b = b * (n.batched >> bit & 1)
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([block, width], dtype)
-    return tma.make_tensor_descriptor(
-        array + b.to(gl.int64) * length * stride, [length, stride], [stride, 1], [block, width], layout
-    )
+def batch_of(n, program, bit: gl.constexpr):
+    """The index of the program's batch in an array [B or 1, …] whose bit of ``n.batched`` this is."""
+    return program.b * (n.batched >> bit & 1)
+
+
+@gluon.jit
+def allocate_tiles(copies: gl.constexpr, tokens: gl.constexpr, width: gl.constexpr, dtype: gl.constexpr):
+    """Buffers [copies, tokens, width] for a tensor map and tensor cores."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([tokens, width], dtype)
+    return gl.allocate_shared_memory(dtype, [copies, tokens, width], layout)
 
 
 @gluon.jit
 def hold(array, n, program, bit: gl.constexpr, options: gl.constexpr):
     """A `Held` array."""
-    of_query: gl.constexpr = not options.transposed
-    D: gl.constexpr = options.plan.D
-    tensor_map = make_map(array, n, program, bit, of_query, options.rows, D, options.dtype, options)
-    return Held(
-        tensor_map, gl.allocate_shared_memory(options.dtype, [options.copies, options.rows, D], tensor_map.layout)
-    )
+    tile = allocate_tiles(options.copies, options.rows, options.plan.D, options.dtype)
+    return Held(array, batch_of(n, program, bit), tile)
 
 
 @gluon.jit
 def stream(array, n, program, bit: gl.constexpr, options: gl.constexpr):
     """A `Ring`, whose buffers both computing partitions free."""
     stages: gl.constexpr = options.tiles.stages
-    D: gl.constexpr = options.plan.D
-    tensor_map = make_map(array, n, program, bit, options.transposed, options.streamed, D, options.dtype, options)
-    tile = gl.allocate_shared_memory(options.dtype, [stages, options.streamed, D], tensor_map.layout)
-    return Ring(tensor_map, tile, make_barriers(stages, 1), make_barriers(stages, 2))
-
-
-@gluon.jit
-def output_map(x, array, n, program, options: gl.constexpr):
-    """The tensor map of an output; 0 if pointers store it."""
-    tensor_map = 0
-    if x.d_out is None or options.stores_by_map:
-        of_query: gl.constexpr = not options.transposed
-        tensor_map = make_map(array, n, program, -1, of_query, options.rows, options.plan.D, options.dtype, options)
-    return tensor_map
+    tile = allocate_tiles(stages, options.streamed, options.plan.D, options.dtype)
+    return Ring(array, batch_of(n, program, bit), tile, make_barriers(stages, 1), make_barriers(stages, 2))
 
 
 @gluon.jit
@@ -212,17 +201,17 @@ def share(x, n, program, own, options: gl.constexpr):
             stream(x.q, n, program, layouts.q.bit, options),
             stream(x.d_out, n, program, layouts.d_out.bit, options),
         )
-        maps = (output_map(x, x.dk, n, program, options), output_map(x, x.dv, n, program, options))
-        statistics = share_statistics(x, n, options)
+        statistics = gl.allocate_shared_memory(
+            gl.float32, [options.tiles.stages, 2, options.streamed], gl.NVMMASharedLayout(0, 32, 2)
+        )
     else:
         q = hold(x.q, n, program, layouts.q.bit, options)
         held = (q,)
         if x.d_out is not None:
             held = (q, hold(x.d_out, n, program, layouts.d_out.bit, options))
         rings = (stream(x.k, n, program, layouts.k.bit, options), stream(x.v, n, program, layouts.v.bit, options))
-        maps = (output_map(x, x.out if x.d_out is None else x.dq, n, program, options),)
     first = program.row * (options.copies * options.rows)
-    return Shared(first, held, make_barriers(options.copies, 1), rings, maps, statistics, own)
+    return Shared(first, held, make_barriers(options.copies, 1), rings, statistics, own)
 
 
 @gluon.jit
@@ -360,7 +349,8 @@ def load_held(program, shared, options: gl.constexpr):
         ready = shared.ready.index(half)
         mbarrier.expect(ready, len(held) * options.rows * options.plan.D * options.itemsize)
         for i in gl.static_range(len(held)):
-            tma.async_load(held[i].map, [shared.first + half * options.rows, at], ready, held[i].tile.index(half))
+            corner = [held[i].b, shared.first + half * options.rows, at]
+            tma.async_load(held[i].map, corner, ready, held[i].tile.index(half))
 
 
 @gluon.jit
@@ -390,23 +380,18 @@ def load_tile(
         if i == 0 and options.transposed:
             mbarrier.expect(ring.ready.index(stage), size + 2 * 4 * options.streamed)
             row = (program.b * options.plan.H + program.h) * 2
-            statistics = shared.statistics
-            tma.async_load(statistics.map, [row, first], ring.ready.index(stage), statistics.tile.index(stage))
+            tma.async_load(x.statistics, [row, first], ring.ready.index(stage), shared.statistics.index(stage))
         else:
             mbarrier.expect(ring.ready.index(stage), size)
-        tma.async_load(ring.map, [first, at], ring.ready.index(stage), ring.tile.index(stage))
+        tma.async_load(ring.map, [ring.b, first, at], ring.ready.index(stage), ring.tile.index(stage))
     return advance(stage, phase, options)
 
 
 @gluon.jit
-def share_statistics(x, n, options: gl.constexpr):
-    """The `Held` statistics, which are copied together with the tiles of ``q``."""
-    stages: gl.constexpr = options.tiles.stages
-    layout: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
-    tensor_map = tma.make_tensor_descriptor(
-        x.statistics, [n.statistics_rows, n.padded], [n.padded, 1], [2, options.streamed], layout
-    )
-    return Held(tensor_map, gl.allocate_shared_memory(gl.float32, [stages, 2, options.streamed], layout))
+def store_rows(array, i: gl.constexpr, half: gl.constexpr, head, program, shared, options: gl.constexpr):
+    """Store a head of an output through its tensor map, from the buffer of the held array ``i``."""
+    corner = [program.b, shared.first + half * options.rows, head * options.plan.D]
+    tma.async_store(array, corner, shared.held[i].tile.index(half))
 
 
 @gluon.jit

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from attnops_triton.flash.hopper.shared import place_output
+from attnops_triton.flash.hopper.shared import place_output, store_rows
 
 
 @gluon.jit
@@ -38,25 +38,23 @@ def fill(buffer, sums, options: gl.constexpr):
 
 @gluon.jit
 def store_sums(array, i: gl.constexpr, sums, done, group: gl.constexpr, n, program, shared, options: gl.constexpr):
-    """Store a partition's sums for the output ``i``: through the buffer of a held array, which is not read any more, or
-    by pointers.
+    """Store a partition's sums for an output: through the buffer of the held array ``i``, which is not read any more,
+    or by pointers.
 
     If another partition copies the buffer, ``done`` are barriers that tell it.
     """
     rows: gl.constexpr = options.rows
     D: gl.constexpr = options.plan.D
-    first = shared.first + group * rows
     length, head, stride = place_output(n, program, options)
     if options.stores_by_map:
-        buffer = shared.held[i].tile.index(group)
-        fill(buffer, sums, options)
+        fill(shared.held[i].tile.index(group), sums, options)
         if options.fuses_dq:
             # The computing partitions have too few registers for stores.
             mbarrier.arrive(done.index(group))
         else:
-            tma.async_store(shared.maps[i], [first, head * D], buffer)
+            store_rows(array, i, group, head, program, shared, options)
     else:
-        token = first + gl.arange(0, rows, layout=options.sums_row_layout)
+        token = shared.first + group * rows + gl.arange(0, rows, layout=options.sums_row_layout)
         at = array + program.b.to(gl.int64) * length * stride + head.to(gl.int64) * D
         at = at + (token.to(gl.int64) * stride)[:, None]
         at = at + gl.arange(0, D, layout=gl.SliceLayout(0, options.sums_layout))[None, :]

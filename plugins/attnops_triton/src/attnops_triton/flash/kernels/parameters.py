@@ -16,12 +16,13 @@ from attnops_triton.flash.sizes import is_even
 from attnops_triton.language.translate import Value, describe_values, mask_function, score_function, score_vjp_function
 
 # Inputs without a head axis after the batch axis.
-_WITHOUT_HEADS: Final = ("q", "k", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
+_WITHOUT_HEADS: Final = ("q", "k", "k_columns", "v", "d_out", "dq_before", "ranges", "columns", "words", "first")
 
 # Pointers, inputs before outputs.
 _POINTERS: Final = (
     "q", "k", "v", "d_out", "m", "log2_sum", "delta",  # of `attnops_triton.flash.backward.Inputs`
     "statistics",  # [B, H, 2, padded], the logsumexp to base 2 and delta, for specialised kernels
+    "k_columns",  # k again, to be read in other blocks
     *Arrays._fields,
     "ranges", "columns", "words", "first",  # of `attnops_triton.flash.tile_schedule.TileSchedule`
     "coverage", "numbers",  # of `attnops_triton.flash.tile_schedule.EveryTile`
@@ -30,7 +31,6 @@ _POINTERS: Final = (
     "dq", "dk", "dv",
     "dq_bias", "dk_bias",  # the gradients of the bias's values, [B, H, T] and [B, H, S] each
     "d_array", "sums",  # the gradients of the bias by score and by distance
-    "scratch",  # memory for the tensor maps of all programs
 )  # fmt: skip
 _GROUPS: Final = ("mask", "dense", "chosen", "bias", "dq_bias", "dk_bias")
 
@@ -55,9 +55,6 @@ class Sizes(NamedTuple):
     full_stop: Any = None
     partial_start: Any = None
     partial_stop: Any = None
-    # The shape of ``statistics``.
-    padded: Any = None
-    statistics_rows: Any = None
     # For gradients of biases by score: columns of tiles, and batches that a program adds.
     columns: Any = None
     batches: Any = None
@@ -116,6 +113,10 @@ class KernelOptions:
     @property
     def bk(self) -> int:
         return self.tiles.bk
+
+    def block(self, name: str) -> tuple[int, ...] | None:
+        """The block of an array that is read or written through a tensor map; None if pointers are used."""
+        return None
 
     @property
     def shape(self) -> tuple[int, int]:

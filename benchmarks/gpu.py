@@ -1,14 +1,15 @@
-"""attnops-triton compared with cuDNN, torch, FlexAttention, tokamax and ejkernel on one GPU, each in a separate
-process::
+"""attnops-triton compared with cuDNN, Pallas's Mosaic kernel, torch, FlexAttention, tokamax and ejkernel on one GPU,
+each in a separate process::
 
-    python benchmarks/gpu.py --json gpu.json            # D 64, 128, 256; full, causal, documents; 1k to 16k tokens
+    python benchmarks/gpu.py --json gpu.json            # D 64, 128, 256; four masks; 1k to 16k tokens
     python benchmarks/gpu.py --head-dim 128 --length 4096 --contender attnops-triton --contender cuDNN
+    python benchmarks/gpu.py --dtype float16 --contender attnops-triton --contender Mosaic
     python benchmarks/gpu.py --dry                      # anywhere: small cases, Triton interpreted, nothing timed
 
 Every output and gradient is compared with the float64 oracle before anything is timed. Each case has 16k tokens: the
 shorter the sequences, the larger the batch. Documents are packed, four per sequence, and causal; peers without segments
-get a dense mask. The time on the GPU and the time to start a call are separate figures. JAX does not preallocate the
-GPU's memory.
+get a dense mask. A window has 1,024 tokens. The time on the GPU and the time to start a call are separate figures.
+Programs are compiled in several threads. JAX does not preallocate the GPU's memory.
 Needs JAX for CUDA and ``pip install attnops-triton attnops-testing torch``; `GPU.md` says what to run first.
 """
 
@@ -28,47 +29,65 @@ from attnops_testing.bench import installed_versions
 
 TOKENS: Final = 16384
 WIDTH: Final = 2048  # heads times head dim
-MASKS: Final = {"full": 1.0, "causal": 0.5, "documents": 0.125}  # by name, the share of scores that are not masked
-NAMES: Final = ("attnops-triton", "attnops-triton-unordered", "cuDNN", "FlexAttention", "torch", "tokamax", "ejkernel")
+WINDOW: Final = 1024
+# By name, the share of scores that are not masked, given the length.
+MASKS: Final = {
+    "full": lambda T: 1.0,
+    "causal": lambda T: 0.5,
+    "documents": lambda T: 0.125,
+    "window": lambda T: min(0.5, WINDOW / T),
+}
+NAMES: Final = (
+    "attnops-triton", "attnops-triton-unordered", "cuDNN", "Mosaic", "FlexAttention", "torch", "tokamax", "ejkernel",
+)  # fmt: skip
+THREADS: Final = 8
 
 
 def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) -> dict[str, Any]:
     """The rows of one contender, in this process."""
     import dataclasses
+    from concurrent.futures import ThreadPoolExecutor
 
     import jax
     import numpy as np
     from gpu_contenders import CONTENDERS, USES_TORCH
     from gpu_timing import measure as time_program
 
-    from attnops.masks import Causal, Segments
+    from attnops.masks import Causal, Segments, SlidingWindow
     from attnops_testing.bench.case import Case
     from attnops_testing.bench.measure import measure
 
     def mask_of(kind: str, length: int) -> Any:
         documents = Causal() & Segments(np.arange(length) // max(1, length // 4))
-        return {"full": None, "causal": Causal(), "documents": documents}[kind]
+        window = Causal() & SlidingWindow(WINDOW - 1, 0)
+        return {"full": None, "causal": Causal(), "documents": documents, "window": window}[kind]
 
     contender, rows = CONTENDERS[name](dry), []
+    like: dict[tuple[Any, ...], Case] = {}  # the first case of each shape, whose inputs the others have
+    kinds, ready = [], []
     for fields in cases:
-        kind = fields.pop("mask_kind")
-        case = Case(**fields, mask=mask_of(kind, fields["length"]))
-        programs: list[Any] = []
-
-        def prepare(case: Any, programs: list[Any] = programs) -> Any:
-            programs.append(contender.prepare(case))
-            return programs[-1]
-
-        (checked,) = measure([(case, dataclasses.replace(contender, prepare=prepare))], rounds=0)
-        row = checked.to_json() | {"mask_kind": kind, "teraflops": None}
-        if checked.status == "ok" and not dry:
-            timing = time_program(programs[0], rounds)
-            row |= dataclasses.asdict(timing) | {
-                "is_bound_by_dispatch": timing.is_bound_by_dispatch,
-                "teraflops": products(case.backward) * case.batch * case.heads * case.length**2 * case.head_dim
-                * MASKS[kind] * 2 / timing.kernel_seconds / 1e12,
-            }  # fmt: skip
-        rows.append(row)
+        kinds.append(fields.pop("mask_kind"))
+        case = Case(**fields, mask=mask_of(kinds[-1], fields["length"]))
+        first = like.setdefault((*case.shape, case.K, case.head_dim, case.dtype), case)
+        for array in ("inputs", "d_out"):
+            vars(case)[array] = getattr(first, array)
+        if name not in USES_TORCH:
+            vars(case)["device_inputs"] = first.device_inputs
+        ready.append(case)
+    with ThreadPoolExecutor(1 if name in USES_TORCH else THREADS) as pool:
+        prepared = [pool.submit(contender.prepare, case) for case in ready]
+        for case, kind, program in zip(ready, kinds, prepared, strict=True):
+            compiled = dataclasses.replace(contender, prepare=lambda _, program=program: program.result())
+            (checked,) = measure([(case, compiled)], rounds=0)
+            row = checked.to_json() | {"mask_kind": kind, "teraflops": None}
+            if checked.status == "ok" and not dry:
+                timing = time_program(program.result(), rounds)
+                row |= dataclasses.asdict(timing) | {
+                    "is_bound_by_dispatch": timing.is_bound_by_dispatch,
+                    "teraflops": products(case.backward) * case.batch * case.heads * case.length**2 * case.head_dim
+                    * MASKS[kind](case.length) * 2 / timing.kernel_seconds / 1e12,
+                }  # fmt: skip
+            rows.append(row)
     if name in USES_TORCH:
         try:
             import torch  # type: ignore[import-not-found, unused-ignore]
@@ -97,13 +116,15 @@ def in_its_own_process(name: str, cases: list[dict[str, Any]], rounds: int, dry:
 
 
 def all_cases(
-    head_dims: tuple[int, ...], lengths: tuple[int, ...], kinds: list[str], dry: bool
-) -> list[dict[str, Any]]:
+    head_dims: tuple[int, ...], lengths: tuple[int, ...], kinds: list[str], dry: bool, groups: int = 1,
+    dtype: str = "bfloat16",
+) -> list[dict[str, Any]]:  # fmt: skip
     """The fields of each case."""
     return [
         {
             "length": T, "batch": 1 if dry else max(1, TOKENS // T), "heads": 2 if dry else WIDTH // D, "head_dim": D,
-            "dtype": "float32" if dry else "bfloat16", "mask_kind": kind, "backward": backward,
+            "kv_heads": 2 if dry else max(1, WIDTH // D // groups), "dtype": "float32" if dry else dtype,
+            "mask_kind": kind, "backward": backward,
         }
         for D in head_dims
         for T in lengths
@@ -132,6 +153,8 @@ def main(
     head_dim: Annotated[list[int] | None, typer.Option(help="May repeat.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="In tokens; may repeat.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(MASKS)}; may repeat.")] = None,
+    groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     contender: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(NAMES)}; may repeat.")] = None,
     rounds: Annotated[int, typer.Option(help="Timings of each case.")] = 5,
     minutes: Annotated[int, typer.Option(help="Time limit of each contender.")] = 30,
@@ -146,6 +169,7 @@ def main(
     cases = all_cases(
         tuple(head_dim or ((16,) if dry else (64, 128, 256))),
         tuple(length or ((48,) if dry else (1024, 2048, 4096, 8192, 16384))), mask or list(MASKS), dry,
+        groups, dtype,
     )  # fmt: skip
     rows_by_name, devices = {}, {}
     for name in contender or NAMES:

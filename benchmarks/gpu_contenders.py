@@ -9,7 +9,7 @@ from typing import Any, Final
 import jax
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
-from attnops.masks import Causal
+from attnops.masks import Causal, SlidingWindow
 from attnops_testing.bench.case import Case, Refused
 from attnops_testing.bench.peers import PEERS
 from attnops_testing.bench.program import Contender, Ready, compile_jax, run_torch
@@ -44,13 +44,54 @@ def triton(interpret: bool, any_order: bool = False) -> Contender:
 def _cudnn(case: Case) -> Ready:
     if jax.default_backend() != "gpu":
         raise Refused("cuDNN needs a GPU")
-    causal = isinstance(case.mask, Causal)
+    window = _window(case)
+    causal = isinstance(case.mask, Causal) or window is not None
     dense = None if causal or case.mask is None else case.dense(case.mask)
 
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=mask, is_causal=causal, implementation="cudnn",
+            local_window_size=None if window is None else (window, 0),
+        )  # fmt: skip
 
     return compile_jax(case, attend, dense, "jax.nn.dot_product_attention, cudnn")
+
+
+def _window(case: Case) -> int | None:
+    """The keys before its own that a query of a causal window sees; None for other masks."""
+    other = getattr(case.mask, "right", None)  # of ``Causal() & other``
+    return other.left if isinstance(other, SlidingWindow) else None
+
+
+# The keys of a tile of Pallas's kernel, by head dim: of 64, 128 and 256, the fastest on an H200 that fits.
+_MOSAIC_KEYS: Final = {64: 128, 128: 128, 256: 64}
+
+
+def _mosaic(case: Case) -> Ready:
+    """The Mosaic GPU kernel for Hopper in JAX's Pallas."""
+    if case.dtype != "float16" or not (case.mask is None or isinstance(case.mask, Causal)):
+        raise Refused("only float16, plain or causal: with bfloat16 JAX 0.11.2 raises a TypeError of its own")
+    if case.backward and case.mask is not None:
+        raise Refused("it has no backward pass with a causal mask")
+    if case.head_dim not in _MOSAIC_KEYS:
+        raise Refused(f"head_dim={case.head_dim} must be a multiple of 64")
+    try:
+        from jax.experimental.pallas.ops.gpu import attention_mgpu
+    except ImportError as error:
+        raise Refused(f"JAX has no Mosaic GPU kernels here: {error}") from None
+    if jax.default_backend() != "gpu":
+        raise Refused("it needs a GPU")
+    backward = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    config = attention_mgpu.TuningConfig(
+        block_q=64, block_kv=_MOSAIC_KEYS[case.head_dim], max_concurrent_steps=2, causal=case.mask is not None,
+        **(backward if case.backward else {}),
+    )  # fmt: skip
+    scale = case.head_dim**-0.5  # which it leaves to the caller
+
+    def attend(query: Any, key: Any, value: Any, _: Any) -> Any:
+        return attention_mgpu.attention(query * scale, key, value, config)
+
+    return compile_jax(case, attend, None, "jax.experimental.pallas.ops.gpu.attention_mgpu")
 
 
 def _flex(case: Case) -> Ready:
@@ -67,8 +108,11 @@ def _flex(case: Case) -> Ready:
     block_mask = None
     if case.mask is not None:
         causal_only = isinstance(case.mask, Causal)
+        window = _window(case)
 
         def seen(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            if window is not None:
+                return (q >= kv) & (q - kv <= window)
             return q >= kv if causal_only else (q >= kv) & (ids[q] == ids[kv])
 
         block_mask = flex.create_block_mask(seen, None, None, case.length, case.length, device="cuda")
@@ -85,6 +129,7 @@ CONTENDERS: Final[dict[str, Callable[[bool], Contender]]] = {
     "attnops-triton": triton,
     "attnops-triton-unordered": lambda dry: triton(dry, any_order=True),
     "cuDNN": lambda dry: Contender("cuDNN", _cudnn, is_peer=True),
+    "Mosaic": lambda dry: Contender("Mosaic", _mosaic, is_peer=True),
     "FlexAttention": lambda dry: Contender("FlexAttention", _flex, is_peer=True),
     "torch": lambda dry: PEERS["torch"].contender,
     "tokamax": lambda dry: PEERS["tokamax"].contender,

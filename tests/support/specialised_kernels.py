@@ -15,7 +15,7 @@ from triton_mistakes import with_mistakes
 from attnops import OperationMetadata, OperationRegistry, explain
 from attnops.masks import Causal, Mask, Segments, SlidingWindow
 from attnops_testing import attention
-from attnops_triton.aot import compile_for, kernels
+from attnops_triton.aot import Binary, compile_for, kernels
 from attnops_triton.flash.order import unordered
 from attnops_triton.flash.tile_sizes import SPECIALISED
 from attnops_triton.language import interpreter, simulator
@@ -101,6 +101,16 @@ def is_noticed(arch: str, T: int, *pairs: str) -> bool:
     return not np.allclose(out[:, rows], expected[:, rows], atol=1e-5)
 
 
+def assert_spills_in_no_loop(binary: Binary, what: str) -> None:
+    """Assert that at most one number is spilled, and outside of loops: a thread's index, say, which ptxas keeps for the
+    end of a program.
+    """
+    assert binary.spilled <= 8, f"{what} spills {binary.spilled} bytes"
+    for loop in binary.loops:
+        used = loop["LDL"] + loop["STL"]
+        assert not used, f"{what} has {used} accesses to spilled numbers in a loop of {sum(loop.values())} instructions"
+
+
 def compile_cases(arch: str) -> list[Any]:
     """Parameters of `check_figures`: each pair of values that the kernels of an architecture serve."""
     every = [
@@ -131,4 +141,5 @@ def check_figures(arch: str, D: int, dtype: str, T: int, K: int, mask: Mask | No
             binary = compile_for(each, arch, ptxas)
             what = f"{each.recipe.kernel.name} with {each.tiles}"
             assert binary.shared <= SHARED_MEMORY[arch], f"{what} needs {binary.shared} bytes of shared memory"
-            assert binary.spilled == 0 or not each.tiles.specialised, f"{what} spills {binary.spilled}"
+            if each.tiles.specialised:
+                assert_spills_in_no_loop(binary, what)

@@ -15,7 +15,7 @@ from triton_copy import TEXT, copy_recipe
 
 from attnops_triton import versions
 from attnops_triton.language import build, store
-from attnops_triton.language.build import CompiledKernel, from_store, Recipe
+from attnops_triton.language.build import CompiledKernel, Recipe, from_store
 from attnops_triton.language.source import KernelFunction
 
 RECIPE = copy_recipe("sm_90", stages=2)

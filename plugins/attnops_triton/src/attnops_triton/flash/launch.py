@@ -45,9 +45,9 @@ def launch(
         sizes["inner"] = plan.inner
     if not all(0 <= value < 1 << 31 for value in sizes.values()):
         raise ValueError(f"{sizes} must be integers of 32 bits")
-    names = grouped([(name, name) for name in (*(x.name for x in operands), *outputs)])
-    given = options_of(plan, tiles, operands, **options)
-    blocks = tuple((x, given.block(x)) for x in (*(x.name for x in operands), *outputs) if given.block(x))
+    every = (*(x.name for x in operands), *outputs)
+    names, given = grouped([(name, name) for name in every]), options_of(plan, tiles, operands, **options)
+    blocks = tuple((name, block) for name in every if (block := given.block(name)) is not None)
     kernel = KernelFunction(function, names, Sizes(**{name: name for name in sizes}), given, blocks)
     arrays = {x.name: x for x in operands}
     ordered = [arrays[name] for name in kernel.pointers if name in arrays]

@@ -57,7 +57,10 @@ def why_plain(arch: str, facts: CallFacts) -> str:
         (facts.sets_tile_sizes, "block_q or block_k is set"),
         # Half of each program would be idle.
         (arch in TENSOR_MEMORY and T <= 128, f"{T} queries are at most 128"),
-        (not facts.interpret and not _is_supported(), "they need Triton 3.9, jaxlib 0.11.1, and on this machine CUDA 12.8's ptxas"),
+        (
+            not facts.interpret and not _is_supported(),
+            "they need Triton 3.9, jaxlib 0.11.1, and on this machine CUDA 12.8's ptxas",
+        ),
     )
     return next((reason for holds, reason in conditions if holds), "")
 

@@ -138,7 +138,9 @@ def _map_type(block: tuple[int, ...], dtype: str) -> str:
     layout = (
         gl.NVMMASharedLayout(0, bits, 2)
         if len(block) == 2
-        else gl.NVMMASharedLayout.get_default_for(list(block), {"bf16": gl.bfloat16, "fp16": gl.float16}.get(dtype, gl.float32))
+        else gl.NVMMASharedLayout.get_default_for(
+            list(block), {"bf16": gl.bfloat16, "fp16": gl.float16}.get(dtype, gl.float32)
+        )
     )
     return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
 

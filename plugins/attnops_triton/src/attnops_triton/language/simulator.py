@@ -330,7 +330,7 @@ class Machine:
             arange=lambda start, stop, layout=None: _tensor(np.arange(start, stop, dtype=np.int32)),
             minimum=lambda a, b: _tensor(np.minimum(a, b)), maximum=lambda a, b: _tensor(np.maximum(a, b)),
             reduce=lambda x, axis, combine: combine(x, axis), convert_layout=lambda x, layout: x,
-            static_range=range, warp_specialize=self.warp_specialize, barrier=lambda: None,
+            static_range=range, multiple_of=lambda x, n: x, warp_specialize=self.warp_specialize, barrier=lambda: None,
             inline_asm_elementwise=_move,
             allocate_shared_memory=lambda dtype, shape, layout: Shared(_full(shape, np.nan, dtype)),
             **{name: _elementwise(getattr(np, name)) for name in ("exp2", "log2", "exp", "log", "abs", "sqrt", "sin",

@@ -74,7 +74,7 @@ class Products(NamedTuple):
 def attnops_flash_backward_query(x, n, options: gl.constexpr):
     """Dq of a tile of queries."""
     program = place_by_query(n, options)
-    shared = share(x, n, program, new_memory(options), options)
+    shared = share(x, program, new_memory(options), options)
     gl.warp_specialize(
         [(compute_by_query, (0, x, n, program, shared, options)),
          (compute_by_query, (1, x, n, program, shared, options)),
@@ -87,7 +87,7 @@ def attnops_flash_backward_query(x, n, options: gl.constexpr):
 def attnops_flash_backward_key(x, n, options: gl.constexpr):
     """Dk and dv of a tile of keys."""
     program = place_by_key(n, options)
-    shared = share(x, n, program, new_memory(options), options)
+    shared = share(x, program, new_memory(options), options)
     gl.warp_specialize(
         [(compute_by_key, (0, x, n, program, shared, options)), (compute_by_key, (1, x, n, program, shared, options)),
          (multiply, (x, n, program, shared, options)), (load_moved, (x, n, program, shared, options))],
@@ -117,9 +117,12 @@ def moved_sizes(x, n, options: gl.constexpr, computes: gl.constexpr):
     S = n.S
     batched = n.batched
     # If tiles divide the lengths, the compiler knows that T and S are multiples of 16. Copies would lose that.
-    if computes and not options.is_even:
+    if computes:
         T = moved(T)
         S = moved(S)
+        if options.is_even:
+            T = gl.multiple_of(T, 16)
+            S = gl.multiple_of(S, 16)
     if computes and (not options.transposed or len(options.masks) > 0):
         batched = moved(batched)
     inner = 0 if n.inner is None else n.inner

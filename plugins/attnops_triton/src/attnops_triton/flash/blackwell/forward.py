@@ -81,7 +81,7 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
         s, acc, alpha, m, l, make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 1), make_barriers(2, 2),
         make_barriers(2, 1),
     )  # fmt: skip
-    shared = share(x, n, program, own, options)
+    shared = share(x, program, own, options)
     gl.warp_specialize(
         [(correct, (x, n, program, tiles, shared, options)), (compute, (0, x, n, program, tiles, shared, options)),
          (compute, (1, x, n, program, tiles, shared, options)), (multiply, (tiles, shared, options)),
@@ -93,7 +93,7 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
 @gluon.jit
 def load_row(x, n, program, tiles, shared, options: gl.constexpr):
     """The loader."""
-    load_held(program, shared, options)
+    load_held(n, program, shared, options)
     state = (0, 1)
     each_tile(load_tile, state, 0, x, n, program, tiles, shared, 0, options)
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnops_triton.flash.hopper.shared import (
     advance,
     allocate_tiles,
+    batch_of,
     each_head,
     load,
     make_barriers,
@@ -48,7 +49,7 @@ class FusedDq(NamedTuple):
     tile: Any  # a buffer of dq for each partition
     ready: Any  # barriers of these buffers
     free: Any
-    # Half the columns of half the keys each, [4, rows, D / 2], and their barrier; 0 if the buffer of keys can be sliced.
+    # Half the columns of half the keys each, [4, rows, D / 2], and their barrier; 0 if the keys' buffer can be sliced.
     keys: Any
     keys_ready: Any
     done: Any  # barriers of the buffers of dk and of dv
@@ -80,14 +81,14 @@ def start_partitions(x, n, options: gl.constexpr):
     """Either kernel."""
     program = place_by_key(n, options)
     if options.fuses_dq:
-        shared = share(x, n, program, share_dq(options), options)
+        shared = share(x, program, share_dq(options), options)
         gl.warp_specialize(
             [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
              (load_all, (x, n, program, shared, options)), (add, (x, n, program, shared, options))],
             [4, 1, 1], [240, 24, 24],
         )  # fmt: skip
     else:
-        shared = share(x, n, program, 0, options)
+        shared = share(x, program, 0, options)
         gl.warp_specialize(
             [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
              (load, (x, n, program, shared, options))],
@@ -207,19 +208,19 @@ def share_dq(options: gl.constexpr):
 def load_all(x, n, program, shared, options: gl.constexpr):
     """The loader with a fused dq."""
     if not options.slices_keys:
-        load_columns(x, program, shared, options)
+        load_columns(x, n, program, shared, options)
     load(x, n, program, shared, options)
 
 
 @gluon.jit
-def load_columns(x, program, shared, options: gl.constexpr):
+def load_columns(x, n, program, shared, options: gl.constexpr):
     """Copy each half of the keys' columns to separate buffers."""
     half: gl.constexpr = options.half
     ready = shared.own.keys_ready.index(0)
     mbarrier.expect(ready, 4 * options.rows * half * options.itemsize)
     for part in gl.static_range(4):
         at = program.k * options.plan.D + part % 2 * half
-        corner = [shared.held[0].b, shared.first + part // 2 * options.rows, at]
+        corner = [batch_of(n, program, options.held_bits[0]), shared.first + part // 2 * options.rows, at]
         tma.async_load(x.k_columns, corner, ready, shared.own.keys.index(part))
 
 

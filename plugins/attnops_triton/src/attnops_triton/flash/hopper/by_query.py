@@ -35,7 +35,7 @@ from attnops_triton.flash.kernels.tokens import load_statistic, place_by_query
 def attnops_flash_backward_query(x, n, options: gl.constexpr):
     """Dq of a tile of queries."""
     program = place_by_query(n, options)
-    shared = share(x, n, program, 0, options)
+    shared = share(x, program, 0, options)
     gl.warp_specialize(
         [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
          (load, (x, n, program, shared, options))],

@@ -58,7 +58,7 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
     program = place_by_query(n, options)
     # Barriers by which the computing partitions alternate.
     turn = make_barriers(2, 1)
-    shared = share(x, n, program, turn, options)
+    shared = share(x, program, turn, options)
     mbarrier.arrive(turn.index(0))
     gl.warp_specialize(
         [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),

@@ -93,6 +93,20 @@ class PartitionedOptions(KernelOptions):
         """The dtype of gradients that are stored."""
         return gl.float32 if self.transposed and self.splits_groups else self.gradient_dtype
 
+    @property
+    def held_bits(self) -> tuple[int, ...]:
+        """The bits in ``n.batched`` of the arrays whose rows a program keeps."""
+        return self._bits(("k", "v") if self.transposed else ("q", "d_out"))
+
+    @property
+    def streamed_bits(self) -> tuple[int, ...]:
+        """The bits in ``n.batched`` of the arrays that are streamed."""
+        return self._bits(("q", "d_out") if self.transposed else ("k", "v"))
+
+    def _bits(self, names: tuple[str, ...]) -> tuple[int, ...]:
+        layouts = (getattr(self.layouts, name) for name in names)
+        return tuple(layout.bit for layout in layouts if layout is not None)
+
     def block(self, name: str) -> tuple[int, ...] | None:
         rows = ("k", "v", "dk", "dv") if self.transposed else ("q", "d_out", "out", "dq")
         if name == "statistics":
@@ -116,7 +130,6 @@ class Held(NamedTuple):
     """An array of which a program keeps its rows."""
 
     map: Any  # the tensor map
-    b: Any  # the index of the program's batch
     tile: Any  # [copies, rows, D]
 
 
@@ -124,7 +137,6 @@ class Ring(NamedTuple):
     """An array that is streamed through a ring of buffers."""
 
     map: Any  # the tensor map
-    b: Any  # the index of the program's batch
     tile: Any  # [stages, tokens, D]
     ready: Any  # barriers of each buffer
     free: Any
@@ -176,40 +188,36 @@ def allocate_tiles(copies: gl.constexpr, tokens: gl.constexpr, width: gl.constex
 
 
 @gluon.jit
-def hold(array, n, program, bit: gl.constexpr, options: gl.constexpr):
+def hold(array, options: gl.constexpr):
     """A `Held` array."""
     tile = allocate_tiles(options.copies, options.rows, options.plan.D, options.dtype)
-    return Held(array, batch_of(n, program, bit), tile)
+    return Held(array, tile)
 
 
 @gluon.jit
-def stream(array, n, program, bit: gl.constexpr, options: gl.constexpr):
+def stream(array, options: gl.constexpr):
     """A `Ring`, whose buffers both computing partitions free."""
     stages: gl.constexpr = options.tiles.stages
     tile = allocate_tiles(stages, options.streamed, options.plan.D, options.dtype)
-    return Ring(array, batch_of(n, program, bit), tile, make_barriers(stages, 1), make_barriers(stages, 2))
+    return Ring(array, tile, make_barriers(stages, 1), make_barriers(stages, 2))
 
 
 @gluon.jit
-def share(x, n, program, own, options: gl.constexpr):
+def share(x, program, own, options: gl.constexpr):
     """What the partitions share: `Shared`."""
-    layouts: gl.constexpr = options.layouts
     statistics = 0
     if options.transposed:
-        held = (hold(x.k, n, program, layouts.k.bit, options), hold(x.v, n, program, layouts.v.bit, options))
-        rings = (
-            stream(x.q, n, program, layouts.q.bit, options),
-            stream(x.d_out, n, program, layouts.d_out.bit, options),
-        )
+        held = (hold(x.k, options), hold(x.v, options))
+        rings = (stream(x.q, options), stream(x.d_out, options))
         statistics = gl.allocate_shared_memory(
             gl.float32, [options.tiles.stages, 2, options.streamed], gl.NVMMASharedLayout(0, 32, 2)
         )
     else:
-        q = hold(x.q, n, program, layouts.q.bit, options)
+        q = hold(x.q, options)
         held = (q,)
         if x.d_out is not None:
-            held = (q, hold(x.d_out, n, program, layouts.d_out.bit, options))
-        rings = (stream(x.k, n, program, layouts.k.bit, options), stream(x.v, n, program, layouts.v.bit, options))
+            held = (q, hold(x.d_out, options))
+        rings = (stream(x.k, options), stream(x.v, options))
     first = program.row * (options.copies * options.rows)
     return Shared(first, held, make_barriers(options.copies, 1), rings, statistics, own)
 
@@ -334,13 +342,13 @@ def column_of(program, of_query: gl.constexpr, options: gl.constexpr):
 @gluon.jit
 def load(x, n, program, shared, options: gl.constexpr):
     """The loader: copies the rows that the program holds, then all tiles to the rings."""
-    load_held(program, shared, options)
+    load_held(n, program, shared, options)
     state = (0, 1)
     each_head(load_tile, nothing, state, 0, x, n, program, shared, 0, options)
 
 
 @gluon.jit
-def load_held(program, shared, options: gl.constexpr):
+def load_held(n, program, shared, options: gl.constexpr):
     """Copy the rows that the program holds."""
     copies: gl.constexpr = options.copies
     held = shared.held
@@ -349,7 +357,8 @@ def load_held(program, shared, options: gl.constexpr):
         ready = shared.ready.index(half)
         mbarrier.expect(ready, len(held) * options.rows * options.plan.D * options.itemsize)
         for i in gl.static_range(len(held)):
-            corner = [held[i].b, shared.first + half * options.rows, at]
+            b = batch_of(n, program, options.held_bits[i])
+            corner = [b, shared.first + half * options.rows, at]
             tma.async_load(held[i].map, corner, ready, held[i].tile.index(half))
 
 
@@ -383,7 +392,8 @@ def load_tile(
             tma.async_load(x.statistics, [row, first], ring.ready.index(stage), shared.statistics.index(stage))
         else:
             mbarrier.expect(ring.ready.index(stage), size)
-        tma.async_load(ring.map, [ring.b, first, at], ring.ready.index(stage), ring.tile.index(stage))
+        b = batch_of(n, program, options.streamed_bits[i])
+        tma.async_load(ring.map, [b, first, at], ring.ready.index(stage), ring.tile.index(stage))
     return advance(stage, phase, options)
 
 

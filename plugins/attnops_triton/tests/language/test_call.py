@@ -11,6 +11,8 @@ import pytest
 from jaxlib import gpu_triton
 from triton_copy import copy_recipe
 
+from attnops import OperationMetadata, OperationRegistry
+from attnops_triton.aot import kernels as launched
 from attnops_triton.language import call, compat
 from attnops_triton.language.build import build
 
@@ -42,6 +44,32 @@ def test_a_call_on_nvidia_has_the_ptx(kernels: list[tuple[Any, ...]]) -> None:
     assert "@triton_kernel_call" in lowered("sm_80")
     assert kernels == [("copy", 4, 1, 0, build(copy_recipe("sm_80")).code.decode(), "", 80)]
     assert ".version 8.0\n.target sm_80\n" in kernels[0][4]
+
+
+@pytest.mark.slow
+def test_tensor_maps_are_given_in_the_order_of_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+
+    def encode(*arguments: Any) -> Any:
+        given.append(arguments)
+        return gpu_triton.create_scalar_parameter(0, "i64")
+
+    # jaxlib has it from 0.11.1 on.
+    monkeypatch.setattr(gpu_triton, "create_tma_descriptor_parameter", encode, raising=False)
+    flash: Any = OperationRegistry.create("attnops-triton:flash", OperationMetadata(platform="cuda"))
+    q, k = (jax.ShapeDtypeStruct((2, n, heads, 64), jnp.bfloat16) for n, heads in ((1000, 4), (700, 2)))
+    (forward,) = launched(lambda *qkv: flash(*qkv).attention_outputs, (q, k, k), "sm_90")
+    assert forward.recipe.kernel.pointers == ("q", "k", "v", "out", "m_out", "log2_sum_out")
+    statistic = jax.ShapeDtypeStruct((2, 4, 1000), jnp.float32)
+    shapes = (q, statistic, statistic)
+    program = jax.jit(
+        lambda *qkv: call.triton_call(forward.recipe, forward.integers, shapes, forward.programs, *qkv)
+    )
+    program.trace(q, k, k).lower(lowering_platforms=("cuda",))
+    bfloat16, swizzle = 9, 3  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B
+    of_queries = (bfloat16, swizzle, [2, 1000, 256], [256000, 256, 1], [1, 64, 64], 0)
+    of_keys = (bfloat16, swizzle, [2, 700, 128], [89600, 128, 1], [1, 128, 64], 0)
+    assert given == [of_queries, of_keys, of_keys, of_queries]
 
 
 def test_a_call_on_amd_names_a_file_with_the_code_that_no_other_program_reads(kernels: list[tuple[Any, ...]]) -> None:

@@ -209,6 +209,39 @@ def test_what_vmap_maps_may_be_cut(axis: str) -> None:
             assert jax.typeof(found).sharding.spec[0] == axis
 
 
+@pytest.mark.parametrize("sizes", [(2, 32, 2, 2), (1, 40, 4, 2), (3, 300, 4, 2)])
+@pytest.mark.parametrize("name", NAMES[:2])
+@pytest.mark.slow
+def test_what_vmap_maps_may_be_cut_in_derivatives_too(name: str, sizes: tuple[int, int, int, int]) -> None:
+    """By the only axis of a mesh, and in every shape: how rows, heads and tiles are split and joined depends on it."""
+    batch, length, heads, kv_heads = sizes
+    rng = np.random.default_rng(0)
+    shapes = [(batch, length, n, 8) for n in (heads, kv_heads, kv_heads, heads)]
+    *qkv, d_out = (rng.normal(size=(2, *shape)).astype(np.float32) for shape in shapes)
+    bias = rng.normal(size=(2, 1, heads, length, length)).astype(np.float32)
+    mask = np.tril(np.ones((1, 1, length, length), bool))
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array, d: jax.Array) -> Any:
+        operation = OperationRegistry.create(name)
+
+        def loss(*x: jax.Array) -> Any:
+            out = operation(*x[:3], mask=Causal(), bias=x[3]).attention_outputs
+            return (out * d).sum(), out
+
+        gradients, out = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+        return out, *gradients
+
+    mesh = mesh_of((2,), ("dp",))
+    arrays = [jax.device_put(x, NamedSharding(mesh, P("dp"))) for x in (*qkv, bias, d_out)]
+    with jax.set_mesh(mesh):
+        found = [np.asarray(x) for x in jax.jit(jax.vmap(both))(*arrays)]
+    for i, (*one, extra, d) in enumerate(zip(*qkv, bias, d_out, strict=True)):
+        expected = attention_gradients(*one, d_out=d, mask=mask, bias=extra).values
+        np.testing.assert_allclose(found[0][i], attention(*one, mask=mask, bias=extra).out, atol=5e-6)
+        for x, of in zip(found[1:], (*FIELDS, "bias"), strict=True):
+            np.testing.assert_allclose(x[i], expected[of], atol=5e-5, err_msg=of)
+
+
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [("attnops:vanilla", (EXPLICIT, EXPLICIT)), ("sdpa", (AUTO, AUTO)),

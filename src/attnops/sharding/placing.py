@@ -107,6 +107,16 @@ def unsharded(x: jax.Array, axis: int) -> jax.Array:
     return resharded(x, spec, sharding.mesh)
 
 
+def reshaped(x: jax.Array, *shape: int) -> jax.Array:
+    """``x.reshape(*shape)``, also if explicit mesh axes shard a dimension that `jax.vmap` maps, but no other: JAX then
+    asks how they shard the result.
+    """
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or not explicit_names(sharding.mesh):
+        return x.reshape(shape)
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec()))
+
+
 def mapped_names(arrays: Iterable[Leaf]) -> frozenset[str]:
     """The explicit mesh axes that shard dimensions mapped by `jax.vmap`; they can't shard any other."""
     names: set[str] = set()

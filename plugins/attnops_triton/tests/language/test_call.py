@@ -62,9 +62,7 @@ def test_tensor_maps_are_given_in_the_order_of_pointers(monkeypatch: pytest.Monk
     assert forward.recipe.kernel.pointers == ("q", "k", "v", "out", "m_out", "log2_sum_out")
     statistic = jax.ShapeDtypeStruct((2, 4, 1000), jnp.float32)
     shapes = (q, statistic, statistic)
-    program = jax.jit(
-        lambda *qkv: call.triton_call(forward.recipe, forward.integers, shapes, forward.programs, *qkv)
-    )
+    program = jax.jit(lambda *qkv: call.triton_call(forward.recipe, forward.integers, shapes, forward.programs, *qkv))
     program.trace(q, k, k).lower(lowering_platforms=("cuda",))
     bfloat16, swizzle = 9, 3  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B
     of_queries = (bfloat16, swizzle, [2, 1000, 256], [256000, 256, 1], [1, 64, 64], 0)

@@ -19,6 +19,7 @@ from attnops.operations.flash.backend import NativeFlash, call_once, coverage_of
 from attnops.operations.flash.operands import NativeArrays, numbers_of, pack_rows, zeros
 from attnops.operations.flash.plan import NativePlan
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
+from attnops.sharding.placing import reshaped
 from attnops.softmax import Contribution
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def contribution(call: FlashCall, lse: jax.Array, lse_residual: jax.Array) -> Co
 
 def _contribution(plan: NativePlan, operands: Operands, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
     arrays: NativeArrays = operands.arrays
-    coverage = jnp.asarray(operands.schedule).reshape(-1, plan.nq, plan.nk)
+    coverage = reshaped(jnp.asarray(operands.schedule), -1, plan.nq, plan.nk)
     is_ragged = bool(plan.T % plan.bq or plan.S % plan.bk)
     numbers = numbers_of(plan.scoring, arrays)
     # A fully masked row, and the ragged end, have weights exp(score − inf) = 0.
@@ -115,17 +116,19 @@ def _tiles(plan: NativePlan, x: jax.Array, tiles: int, size: int) -> jax.Array:
     """
     B, length, heads, d = x.shape
     x = jnp.pad(x, ((0, 0), (0, tiles * size - length), (0, 0), (0, 0)))
-    x = x.reshape(B, tiles, size, plan.K, heads // plan.K, d).transpose(0, 3, 1, 4, 2, 5)
-    x = x.reshape(plan.groups, plan.problems_per_tile, tiles, heads // plan.K * size, d)
+    x = reshaped(x, B, tiles, size, plan.K, heads // plan.K, d).transpose(0, 3, 1, 4, 2, 5)
+    x = reshaped(x, plan.groups, plan.problems_per_tile, tiles, heads // plan.K * size, d)
     return x.swapaxes(1, 2).astype(plan.dtype)
 
 
 def _rows(plan: NativePlan, x: jax.Array, fill: float) -> jax.Array:
     """[B, H, T] to [groups, nq, P, R], ``fill`` at the ragged end."""
-    return pack_rows(plan, x, fill).reshape(plan.groups, plan.problems_per_tile, plan.nq, plan.R).swapaxes(1, 2)
+    rows = pack_rows(plan, x, fill)
+    return reshaped(rows, plan.groups, plan.problems_per_tile, plan.nq, plan.R).swapaxes(1, 2)
 
 
 def _from_rows(plan: NativePlan, x: jax.Array) -> jax.Array:
     """[groups, nq, P, R, d] to [B, T, H, d]."""
-    x = x.swapaxes(1, 2).reshape(plan.B, plan.K, plan.nq, plan.G, plan.bq, x.shape[-1])
-    return x.transpose(0, 2, 4, 1, 3, 5).reshape(plan.B, plan.nq * plan.bq, plan.H, x.shape[-1])[:, : plan.T]
+    x = reshaped(x.swapaxes(1, 2), plan.B, plan.K, plan.nq, plan.G, plan.bq, x.shape[-1])
+    x = x.transpose(0, 2, 4, 1, 3, 5)
+    return reshaped(x, plan.B, plan.nq * plan.bq, plan.H, x.shape[-1])[:, : plan.T]

@@ -29,6 +29,7 @@ from attnops.operations.flash.operands import (
 from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remainder
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_schedule import NativeTileSchedule, for_active_tiles
+from attnops.sharding.placing import reshaped
 
 
 class KeyValue(NamedTuple):
@@ -196,5 +197,5 @@ def finish(
 
 def _sinks_of_rows(plan: NativePlan, sinks: jax.Array) -> jax.Array:
     """[H] to [groups, P, R]."""
-    rows = jnp.repeat(sinks.reshape(plan.K, plan.G), plan.bq, axis=1)
-    return jnp.tile(rows, (plan.B, 1)).reshape(plan.groups, plan.problems_per_tile, plan.R)
+    rows = jnp.repeat(reshaped(sinks, plan.K, plan.G), plan.bq, axis=1)
+    return reshaped(jnp.tile(rows, (plan.B, 1)), plan.groups, plan.problems_per_tile, plan.R)

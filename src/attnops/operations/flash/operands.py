@@ -17,6 +17,7 @@ from attnops.masks.base import Mask
 from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remainder
 from attnops.operations.flash.scoring import NativeScoring, Numbers
 from attnops.operations.flash.tile_bias import Leaves
+from attnops.sharding.placing import reshaped
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -84,10 +85,8 @@ def load(plan: NativePlan, x: jax.Array, group: Index, tile: Index, size: int, d
     """
     start, sizes = _slice(plan, group, tile, size, x.shape[2] // plan.K)
     x = _floats(lax.dynamic_slice(x, start, (*sizes, x.shape[-1])), dtype).astype(plan.dtype)
-    x = x.reshape(sizes[0], size, -1, x.shape[2] // min(plan.problems_per_tile, plan.K), x.shape[-1]).transpose(
-        0, 2, 3, 1, 4
-    )
-    return x.reshape(plan.problems_per_tile, -1, x.shape[-1])
+    x = reshaped(x, sizes[0], size, -1, x.shape[2] // min(plan.problems_per_tile, plan.K), x.shape[-1])
+    return reshaped(x.transpose(0, 2, 3, 1, 4), plan.problems_per_tile, -1, x.shape[-1])
 
 
 def store(
@@ -96,8 +95,8 @@ def store(
     """``x`` with a tile replaced by ``value`` [P, rows, d]; in place inside a loop."""
     heads = x.shape[2] // plan.K
     start, sizes = _slice(plan, group, tile, size, heads)
-    value = value.reshape(sizes[0], -1, heads, size, value.shape[-1]).transpose(0, 3, 1, 2, 4)
-    value = value.reshape(*sizes, value.shape[-1]).astype(dtype)
+    value = reshaped(value, sizes[0], -1, heads, size, value.shape[-1]).transpose(0, 3, 1, 2, 4)
+    value = reshaped(value, *sizes, value.shape[-1]).astype(dtype)
     value = lax.bitcast_convert_type(value, jnp.uint16) if x.dtype == jnp.uint16 else value
     return lax.dynamic_update_slice(x, value, start)
 
@@ -112,27 +111,27 @@ def add_transposed(plan: NativePlan, x: jax.Array, group: Index, tile: Index, va
 def unpack_transposed(plan: NativePlan, x: jax.Array) -> jax.Array:
     """[groups, nq, P, d, R] to [B, T, H, d]."""
     d = x.shape[3]
-    x = x.swapaxes(1, 2).reshape(plan.B, plan.K, plan.nq, d, plan.G, plan.bq)
-    return x.transpose(0, 2, 5, 1, 4, 3).reshape(plan.B, plan.nq * plan.bq, plan.H, d)[:, : plan.T]
+    x = reshaped(x.swapaxes(1, 2), plan.B, plan.K, plan.nq, d, plan.G, plan.bq)
+    return reshaped(x.transpose(0, 2, 5, 1, 4, 3), plan.B, plan.nq * plan.bq, plan.H, d)[:, : plan.T]
 
 
 def pack_rows(plan: NativePlan, x: jax.Array, fill: float) -> jax.Array:
     """[B, H, T] to [B · K, nq, R], ``fill`` at the ragged end."""
     x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.nq * plan.bq - plan.T)), constant_values=fill)
-    x = x.reshape(plan.B * plan.K, plan.G, plan.nq, plan.bq).swapaxes(1, 2)
-    return x.reshape(plan.B * plan.K, plan.nq, plan.R)
+    x = reshaped(x, plan.B * plan.K, plan.G, plan.nq, plan.bq).swapaxes(1, 2)
+    return reshaped(x, plan.B * plan.K, plan.nq, plan.R)
 
 
 def unpack_rows(plan: NativePlan, x: jax.Array) -> jax.Array:
     """The inverse of `pack_rows`."""
-    x = x.reshape(plan.B * plan.K, plan.nq, plan.G, plan.bq).swapaxes(1, 2)
-    return x.reshape(plan.B, plan.H, plan.nq * plan.bq)[:, :, : plan.T]
+    x = reshaped(x, plan.B * plan.K, plan.nq, plan.G, plan.bq).swapaxes(1, 2)
+    return reshaped(x, plan.B, plan.H, plan.nq * plan.bq)[:, :, : plan.T]
 
 
 def load_rows(plan: NativePlan, x: jax.Array, group: Index, tile: Index) -> jax.Array:
     """The rows of a tile of queries, [P, R]."""
     start = plan.indices(group * plan.problems_per_tile, tile, 0)
-    return lax.dynamic_slice(x, start, (plan.problems_per_tile, 1, plan.R)).reshape(plan.problems_per_tile, plan.R)
+    return lax.dynamic_slice(x, start, (plan.problems_per_tile, 1, plan.R)).squeeze(1)
 
 
 def store_rows(plan: NativePlan, x: jax.Array, group: Index, tile: Index, value: jax.Array) -> jax.Array:

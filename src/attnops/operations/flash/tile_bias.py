@@ -12,6 +12,7 @@ from jax import lax
 
 from attnops.biases import Bias, RelativeBias
 from attnops.operations.flash.plan import NativePlan, NativeTileIndex, quotient_and_remainder
+from attnops.sharding.placing import reshaped
 
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
@@ -69,7 +70,7 @@ class ArrayTiles(TileBias):
     def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         bias = slices[0].astype(jnp.float32)  # [P or 1, G or 1, bq or 1, bk or 1]
         bias = jnp.broadcast_to(bias, (bias.shape[0], plan.G, plan.bq, bias.shape[3]))
-        bias = bias.reshape(bias.shape[0], plan.R, bias.shape[3])
+        bias = reshaped(bias, bias.shape[0], plan.R, bias.shape[3])
         return scores + (bias.swapaxes(1, 2) if index.transposed else bias)
 
     def _window(self, plan: NativePlan, leaf: jax.Array, index: NativeTileIndex) -> tuple[list[jax.Array], list[int]]:
@@ -100,8 +101,8 @@ class DistanceTiles(TileBias):
 
     def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         k = (index.group * plan.problems_per_tile + jnp.arange(plan.problems_per_tile)) % plan.K
-        distances = slices[0].reshape(plan.K, plan.G, -1)[k]  # [P, G, bq + bk], distance −(bq − 1) first
-        tile = _toeplitz(distances, plan.bq, plan.bk).reshape(plan.problems_per_tile, plan.R, plan.bk)
+        distances = reshaped(slices[0], plan.K, plan.G, -1)[k]  # [P, G, bq + bk], distance −(bq − 1) first
+        tile = reshaped(_toeplitz(distances, plan.bq, plan.bk), plan.problems_per_tile, plan.R, plan.bk)
         return scores + (tile.swapaxes(1, 2) if index.transposed else tile)
 
     def _start(self, plan: NativePlan, index: NativeTileIndex) -> list[jax.Array]:
@@ -161,7 +162,7 @@ def bias_leaves(plan: NativePlan, bias: jax.Array | Bias) -> Leaves:
         bias,
         ((0, 0), (0, 0), (0, (plan.nq * plan.bq - plan.T) * (Tb > 1)), (0, (plan.nk * plan.bk - plan.S) * (Sb > 1))),
     )
-    return (x.reshape(Bb * heads, inner, *x.shape[2:]),)
+    return (reshaped(x, Bb * heads, inner, *x.shape[2:]),)
 
 
 def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:
@@ -172,5 +173,5 @@ def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:
     *lead, n = x.shape
     # Row 0, column 0 first; the elements before it come last, where the rows below read them.
     x = jnp.roll(x, -(rows - 1), axis=-1)
-    tiled = jnp.broadcast_to(x[..., None, :], (*lead, rows, n)).reshape(*lead, rows * n)
-    return tiled[..., : rows * (n - 1)].reshape(*lead, rows, n - 1)[..., :columns]
+    tiled = reshaped(jnp.broadcast_to(x[..., None, :], (*lead, rows, n)), *lead, rows * n)
+    return reshaped(tiled[..., : rows * (n - 1)], *lead, rows, n - 1)[..., :columns]

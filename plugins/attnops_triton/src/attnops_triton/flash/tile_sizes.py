@@ -62,8 +62,10 @@ TABLE: Final[dict[str, dict[int, dict[int, KernelTiles]]]] = {
         },
     },
 }  # fmt: skip
-# As sm_86, except where ptxas would spill.
-TABLE["sm_120"] = {2: TABLE["sm_86"][2] | {64: (T(128, 64, 4, 3), *TABLE["sm_86"][2][64][1:])}}
+# As sm_86, except where ptxas would spill. Shared memory has room for one program of D 192, whatever its registers.
+TABLE["sm_120"] = {2: TABLE["sm_86"][2] | {
+    64: (T(128, 64, 4, 3), *TABLE["sm_86"][2][64][1:]), 192: (W(64, 32, 8, 2), *TABLE["sm_86"][2][192][1:]),
+}}  # fmt: skip
 _FLOAT32: Final[dict[int, KernelTiles]] = {
     64: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(32, 32, 8, 1), T(32, 32, 4, 1)),
     128: (T(64, 32, 8, 2), T(32, 32, 8, 1), T(16, 32, 8, 1), T(32, 32, 8, 1)),

@@ -91,6 +91,31 @@ def test_simulated_they_are_right(
         np.testing.assert_allclose(own, expected[name], atol=2e-5)
 
 
+@pytest.mark.parametrize("adds_dq", [False, True], ids=["dq alone", "dq added"])
+@pytest.mark.parametrize("mapped", ["query", "key", "value", "cotangent"])
+@pytest.mark.slow
+@pytest.mark.tier(every=5)
+def test_simulated_one_array_is_mapped(mapped: str, adds_dq: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapped array has two batches, the others one, whose tensor maps have another index of the batch."""
+    monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
+    run = names_of_simulated(monkeypatch)
+    rng = np.random.default_rng(0)
+    names = ("query", "key", "value", "cotangent")
+    axes = tuple(0 if name == mapped else None for name in names)
+    shapes = [(1, 70 if name in ("query", "cotangent") else 130, 2, 64) for name in names]
+    given = [rng.normal(size=shape if axis is None else (2, *shape)).astype(np.float32)
+             for shape, axis in zip(shapes, axes, strict=True)]  # fmt: skip
+    with target("sm_90"), unordered() if adds_dq else contextlib.nullcontext():
+        found = jax.block_until_ready(jax.vmap(both({}, interpret=True), axes)(*given))
+    assert len(set(run)) == (2 if adds_dq else 3)
+    for i in range(2):
+        q, k, v, d_out = (x if axis is None else x[i] for x, axis in zip(given, axes, strict=True))
+        np.testing.assert_allclose(found[0][i], attention(q, k, v).out, atol=5e-6)
+        expected = attention_gradients(q, k, v, d_out=d_out).values
+        for own, name in zip(found[1:], names, strict=False):
+            np.testing.assert_allclose(own[i], expected[name], atol=2e-5)
+
+
 @pytest.mark.slow
 def test_simulated_the_largest_scores_are_without_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     run = names_of_simulated(monkeypatch)

@@ -9,7 +9,7 @@ each in a separate process::
 Every output and gradient is compared with the float64 oracle before anything is timed. Each case has 16k tokens: the
 shorter the sequences, the larger the batch. Documents are packed, four per sequence, and causal; peers without segments
 get a dense mask. A window has 1,024 tokens. The time on the GPU and the time to start a call are separate figures.
-Programs are compiled in several threads. JAX does not preallocate the GPU's memory.
+Programs are compiled in several threads, before any is timed. JAX does not preallocate the GPU's memory.
 Needs JAX for CUDA and ``pip install attnops-triton attnops-testing torch``; `GPU.md` says what to run first.
 """
 
@@ -46,7 +46,7 @@ THREADS: Final = 8
 def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) -> dict[str, Any]:
     """The rows of one contender, in this process."""
     import dataclasses
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor, wait
 
     import jax
     import numpy as np
@@ -76,18 +76,20 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
         ready.append(case)
     with ThreadPoolExecutor(1 if name in USES_TORCH else THREADS) as pool:
         prepared = [pool.submit(contender.prepare, case) for case in ready]
-        for case, kind, program in zip(ready, kinds, prepared, strict=True):
-            compiled = dataclasses.replace(contender, prepare=lambda _, program=program: program.result())
-            (checked,) = measure([(case, compiled)], rounds=0)
-            row = checked.to_json() | {"mask_kind": kind, "teraflops": None}
-            if checked.status == "ok" and not dry:
-                timing = time_program(program.result(), rounds)
-                row |= dataclasses.asdict(timing) | {
-                    "is_bound_by_dispatch": timing.is_bound_by_dispatch,
-                    "teraflops": products(case.backward) * case.batch * case.heads * case.length**2 * case.head_dim
-                    * MASKS[kind](case.length) * 2 / timing.kernel_seconds / 1e12,
-                }  # fmt: skip
-            rows.append(row)
+        # Compilers use the host, and their autotuning the GPU, so they would disturb what is timed.
+        wait(prepared)
+    for case, kind, program in zip(ready, kinds, prepared, strict=True):
+        compiled = dataclasses.replace(contender, prepare=lambda _, program=program: program.result())
+        (checked,) = measure([(case, compiled)], rounds=0)
+        row = checked.to_json() | {"mask_kind": kind, "teraflops": None}
+        if checked.status == "ok" and not dry:
+            timing = time_program(program.result(), rounds)
+            row |= dataclasses.asdict(timing) | {
+                "is_bound_by_dispatch": timing.is_bound_by_dispatch,
+                "teraflops": products(case.backward) * case.batch * case.heads * case.length**2 * case.head_dim
+                * MASKS[kind](case.length) * 2 / timing.kernel_seconds / 1e12,
+            }  # fmt: skip
+        rows.append(row)
     if name in USES_TORCH:
         try:
             import torch  # type: ignore[import-not-found, unused-ignore]

@@ -23,6 +23,7 @@ from attnops.masks import Causal, KeyPadding, Mask, PrefixLM, Segments, SlidingW
 from attnops.operations.vanilla import VanillaAttention
 from attnops_testing import attention, attention_gradients, bench
 from attnops_testing.bench import PEERS, Case, Contender, Ready, find, measure, packed_documents, truth
+from attnops_testing.commands.bench_tables import print_measurements
 
 SMALL = ("-T", "16,32", "-H", "2", "-K", "1", "-D", "8", "--repeats", "2")
 pytestmark = pytest.mark.usefixtures("core_alone")
@@ -256,7 +257,9 @@ def test_of_a_long_case_some_queries_are_checked(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_of_a_large_case_the_first_and_last_heads_are_checked(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_large_case_the_first_and_last_heads_are_checked(
+    large: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     masked = np.tril(np.ones((1, 1, 12, 12), bool))
     case = Case(length=12, batch=3, heads=6, kv_heads=3, head_dim=4, mask=Causal(), backward=True)
     monkeypatch.setattr(truth, "_KEYS", 3 * 12 * 3 * 4 - large)
@@ -283,6 +286,9 @@ def test_of_a_large_case_the_first_and_last_heads_are_checked(large: bool, monke
         assert all(is_noticed(name, b, 5, h, 1) for b in (0, -1) for h in (0, -1))
         # Gradients of the heads that are not compared must be 0.
         assert is_noticed(name, 1, 5, 1, 1) == (not large or name != "output")
+    print_measurements(measure([(case, find(["vanilla"])[0])], rounds=1), "")
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("with 12 tokens only in the first and last batch and kv head" in said) == large
 
 
 def test_contenders_take_turns_and_the_slow_stop_early() -> None:

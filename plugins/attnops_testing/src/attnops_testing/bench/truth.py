@@ -19,6 +19,11 @@ _FEWEST_ROWS: Final = 4
 _KEYS: Final = 1 << 22
 
 
+def is_large(case: Case) -> bool:
+    """Whether the oracle is too slow for all heads of a case."""
+    return case.batch * case.length * case.K * case.head_dim > _KEYS
+
+
 class Truth:
     """Output and gradients of a case by the float64 oracle, and the errors that the tolerance rule allows.
 
@@ -36,7 +41,7 @@ class Truth:
         self.case = case
         G = case.heads // case.K
         self.batches, self.kv_heads = np.arange(case.batch), np.arange(case.K)
-        if case.batch * case.length * case.K * case.head_dim > _KEYS:
+        if is_large(case):
             self.batches, self.kv_heads = (np.unique(x[[0, -1]]) for x in (self.batches, self.kv_heads))
         self.heads = (self.kv_heads[:, None] * G + np.arange(G)).reshape(-1)
         count = max(_FEWEST_ROWS, _SCORES // (len(self.batches) * len(self.heads) * case.length))

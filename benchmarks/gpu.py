@@ -121,11 +121,19 @@ def all_cases(
     head_dims: tuple[int, ...], lengths: tuple[int, ...], kinds: list[str], dry: bool, groups: int = 1,
     dtype: str = "bfloat16",
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The fields of each case."""
+    """The fields of each case.
+
+    Raises:
+        ValueError: groups do not divide the query heads.
+    """
+    heads = {D: 2 if dry else WIDTH // D for D in head_dims}
+    for D, H in heads.items():
+        if H % groups:
+            raise ValueError(f"groups={groups} must be a divisor of {H}, the query heads at head_dim={D}")
     return [
         {
-            "length": T, "batch": 1 if dry else max(1, TOKENS // T), "heads": 2 if dry else WIDTH // D, "head_dim": D,
-            "kv_heads": 2 if dry else max(1, WIDTH // D // groups), "dtype": "float32" if dry else dtype,
+            "length": T, "batch": 1 if dry else max(1, TOKENS // T), "heads": heads[D], "head_dim": D,
+            "kv_heads": heads[D] // groups, "dtype": "float32" if dry else dtype,
             "mask_kind": kind, "backward": backward,
         }
         for D in head_dims
@@ -155,7 +163,7 @@ def main(
     head_dim: Annotated[list[int] | None, typer.Option(help="May repeat.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="In tokens; may repeat.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(MASKS)}; may repeat.")] = None,
-    groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 1,
+    groups: Annotated[int, typer.Option(min=1, help="Query heads per kv head.")] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     contender: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(NAMES)}; may repeat.")] = None,
     rounds: Annotated[int, typer.Option(help="Timings of each case.")] = 5,
@@ -168,11 +176,14 @@ def main(
     if worker is not None and json is not None:
         json.write_text(json_module.dumps(measure_one(**json_module.loads(worker.read_text()))))
         return
-    cases = all_cases(
-        tuple(head_dim or ((16,) if dry else (64, 128, 256))),
-        tuple(length or ((48,) if dry else (1024, 2048, 4096, 8192, 16384))), mask or list(MASKS), dry,
-        groups, dtype,
-    )  # fmt: skip
+    try:
+        cases = all_cases(
+            tuple(head_dim or ((16,) if dry else (64, 128, 256))),
+            tuple(length or ((48,) if dry else (1024, 2048, 4096, 8192, 16384))), mask or list(MASKS), dry,
+            groups, dtype,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     rows_by_name, devices = {}, {}
     for name in contender or NAMES:
         result = in_its_own_process(name, cases, rounds, dry, minutes)

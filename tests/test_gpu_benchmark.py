@@ -105,6 +105,16 @@ def test_nothing_is_timed_while_programs_are_compiled(script: Any, monkeypatch: 
     assert rows[0]["teraflops"] == pytest.approx(2 * 2 * 2 * 32**2 * 16 * 0.5 / 1e-3 / 1e12)
 
 
+def test_groups_divide_the_query_heads(script: Any) -> None:
+    gpu = script("gpu")
+    (case, _) = gpu.all_cases((128,), (1024,), ["full"], dry=False, groups=4)
+    assert (case["heads"], case["kv_heads"]) == (16, 4)
+    (case, _) = gpu.all_cases((16,), (48,), ["full"], dry=True, groups=2)
+    assert (case["heads"], case["kv_heads"]) == (2, 1)
+    with pytest.raises(ValueError, match="groups=16 must be a divisor of 8, the query heads at head_dim=256"):
+        gpu.all_cases((128, 256), (1024,), ["full"], dry=False, groups=16)
+
+
 @pytest.mark.slow
 def test_each_contender_has_a_process_and_one_that_fails_spoils_no_other(script: Any) -> None:
     pytest.importorskip("attnops_triton")

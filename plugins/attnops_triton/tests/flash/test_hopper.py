@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,46 @@ def test_tensor_maps_are_parameters() -> None:
         assert text.count(".param .align 64 .b8") == len(blocks)
         assert "tensormap.replace" not in text
         assert each.programs > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_jaxlib_gets_has_the_order_of_the_code(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With masks that have values, sinks, gradients by map or by pointer, and, for bfloat16, dq added."""
+
+    class Launcher:
+        def create_array_parameter(self, *_: Any) -> tuple[str, tuple[int, ...]]:
+            return ".b64", ()
+
+        def create_scalar_parameter(self, _: int, kind: str) -> tuple[str, tuple[int, ...]]:
+            return f".b{kind[1:]}", ()
+
+        def create_tma_descriptor_parameter(
+            self, kind: int, swizzle: int, shape: Any, strides: Any, block: list[int], fill: int
+        ) -> tuple[str, tuple[int, ...]]:
+            return ".b8", tuple(block)
+
+    monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
+    x = jax.ShapeDtypeStruct((1, 300, 4, 64), jnp.dtype(dtype))
+    options = {"mask": documents(300), "sinks": np.zeros(4, np.float32)}
+    with unordered():
+        found = kernels(both(options), (x, x, x, x), "sm_90")
+    assert [each.recipe.kernel.blocks != () for each in found] == [True] * (2 if dtype == "bfloat16" else 3)
+    for each in found:
+        kernel, program = each.recipe.kernel, build(each.recipe)
+        shapes = [(1, 4, 2, 320) if name == "statistics" else x.shape for name in kernel.pointers]
+        arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        given = call._parameters(Launcher(), each.recipe, program, arrays, each.integers)
+        head = program.code.decode().split(".entry", 1)[1].split(")", 1)[0]
+        in_code = [re.sub(r"\.[uf]", ".b", kind) for kind in re.findall(r"\.param.*?(\.[buf]\d+)", head)]
+        # The last two are the scratch memory that Triton may use, for which jaxlib passes null.
+        assert [kind for kind, _ in given] == in_code[:-2]
+        # Blocks with rows of more than 128 bytes are copied in parts.
+        dtypes, blocks = dict(zip(kernel.pointers, each.recipe.dtypes, strict=True)), dict(kernel.blocks)
+        widest = {name: 32 if dtypes[name] == "float32" else 64 for name in blocks if name != "statistics"}
+        expected = [(*block[:-1], min(block[-1], widest.get(name, block[-1])))
+                    for name in kernel.pointers if (block := blocks.get(name)) is not None]  # fmt: skip
+        assert [block for _, block in given if block] == expected
 
 
 def test_what_jaxlib_gets_for_a_tensor_map() -> None:

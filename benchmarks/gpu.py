@@ -9,7 +9,7 @@ each in a separate process::
 Every output and gradient is compared with the float64 oracle before anything is timed. Each case has 16k tokens: the
 shorter the sequences, the larger the batch. Documents are packed, four per sequence, and causal; peers without segments
 get a dense mask. A window has 1,024 tokens. The time on the GPU and the time to start a call are separate figures.
-Programs are compiled in several threads. JAX does not preallocate the GPU's memory.
+Programs are compiled in several threads, before any is timed. JAX does not preallocate the GPU's memory.
 Needs JAX for CUDA and ``pip install attnops-triton attnops-testing torch``; `GPU.md` says what to run first.
 """
 
@@ -46,7 +46,7 @@ THREADS: Final = 8
 def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) -> dict[str, Any]:
     """The rows of one contender, in this process."""
     import dataclasses
-    from concurrent.futures import ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor, wait
 
     import jax
     import numpy as np
@@ -76,18 +76,20 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
         ready.append(case)
     with ThreadPoolExecutor(1 if name in USES_TORCH else THREADS) as pool:
         prepared = [pool.submit(contender.prepare, case) for case in ready]
-        for case, kind, program in zip(ready, kinds, prepared, strict=True):
-            compiled = dataclasses.replace(contender, prepare=lambda _, program=program: program.result())
-            (checked,) = measure([(case, compiled)], rounds=0)
-            row = checked.to_json() | {"mask_kind": kind, "teraflops": None}
-            if checked.status == "ok" and not dry:
-                timing = time_program(program.result(), rounds)
-                row |= dataclasses.asdict(timing) | {
-                    "is_bound_by_dispatch": timing.is_bound_by_dispatch,
-                    "teraflops": products(case.backward) * case.batch * case.heads * case.length**2 * case.head_dim
-                    * MASKS[kind](case.length) * 2 / timing.kernel_seconds / 1e12,
-                }  # fmt: skip
-            rows.append(row)
+        # Compilers use the host, and their autotuning the GPU, so they would disturb what is timed.
+        wait(prepared)
+    for case, kind, program in zip(ready, kinds, prepared, strict=True):
+        compiled = dataclasses.replace(contender, prepare=lambda _, program=program: program.result())
+        (checked,) = measure([(case, compiled)], rounds=0)
+        row = checked.to_json() | {"mask_kind": kind, "teraflops": None}
+        if checked.status == "ok" and not dry:
+            timing = time_program(program.result(), rounds)
+            row |= dataclasses.asdict(timing) | {
+                "is_bound_by_dispatch": timing.is_bound_by_dispatch,
+                "teraflops": products(case.backward) * case.batch * case.heads * case.length**2 * case.head_dim
+                * MASKS[kind](case.length) * 2 / timing.kernel_seconds / 1e12,
+            }  # fmt: skip
+        rows.append(row)
     if name in USES_TORCH:
         try:
             import torch  # type: ignore[import-not-found, unused-ignore]
@@ -119,11 +121,19 @@ def all_cases(
     head_dims: tuple[int, ...], lengths: tuple[int, ...], kinds: list[str], dry: bool, groups: int = 1,
     dtype: str = "bfloat16",
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """The fields of each case."""
+    """The fields of each case.
+
+    Raises:
+        ValueError: groups do not divide the query heads.
+    """
+    heads = {D: 2 if dry else WIDTH // D for D in head_dims}
+    for D, H in heads.items():
+        if H % groups:
+            raise ValueError(f"groups={groups} must be a divisor of {H}, the query heads at head_dim={D}")
     return [
         {
-            "length": T, "batch": 1 if dry else max(1, TOKENS // T), "heads": 2 if dry else WIDTH // D, "head_dim": D,
-            "kv_heads": 2 if dry else max(1, WIDTH // D // groups), "dtype": "float32" if dry else dtype,
+            "length": T, "batch": 1 if dry else max(1, TOKENS // T), "heads": heads[D], "head_dim": D,
+            "kv_heads": heads[D] // groups, "dtype": "float32" if dry else dtype,
             "mask_kind": kind, "backward": backward,
         }
         for D in head_dims
@@ -153,7 +163,7 @@ def main(
     head_dim: Annotated[list[int] | None, typer.Option(help="May repeat.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="In tokens; may repeat.")] = None,
     mask: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(MASKS)}; may repeat.")] = None,
-    groups: Annotated[int, typer.Option(help="Query heads per kv head.")] = 1,
+    groups: Annotated[int, typer.Option(min=1, help="Query heads per kv head.")] = 1,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     contender: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(NAMES)}; may repeat.")] = None,
     rounds: Annotated[int, typer.Option(help="Timings of each case.")] = 5,
@@ -166,11 +176,14 @@ def main(
     if worker is not None and json is not None:
         json.write_text(json_module.dumps(measure_one(**json_module.loads(worker.read_text()))))
         return
-    cases = all_cases(
-        tuple(head_dim or ((16,) if dry else (64, 128, 256))),
-        tuple(length or ((48,) if dry else (1024, 2048, 4096, 8192, 16384))), mask or list(MASKS), dry,
-        groups, dtype,
-    )  # fmt: skip
+    try:
+        cases = all_cases(
+            tuple(head_dim or ((16,) if dry else (64, 128, 256))),
+            tuple(length or ((48,) if dry else (1024, 2048, 4096, 8192, 16384))), mask or list(MASKS), dry,
+            groups, dtype,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     rows_by_name, devices = {}, {}
     for name in contender or NAMES:
         result = in_its_own_process(name, cases, rounds, dry, minutes)

@@ -74,7 +74,7 @@ def _mosaic(case: Case) -> Ready:
     if case.backward and case.mask is not None:
         raise Refused("it has no backward pass with a causal mask")
     if case.head_dim not in _MOSAIC_KEYS:
-        raise Refused(f"head_dim={case.head_dim} must be a multiple of 64")
+        raise Refused(f"head_dim={case.head_dim} must be one of {list(_MOSAIC_KEYS)}")
     try:
         from jax.experimental.pallas.ops.gpu import attention_mgpu
     except ImportError as error:

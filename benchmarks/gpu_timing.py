@@ -41,7 +41,8 @@ def measure(program: Ready, rounds: int) -> Timing:
     _queue(program, 2)
     latency = min(_queue(program, 1)[1] for _ in range(max(3, rounds)))
     calls = max(4, round(SHORTEST / latency))
-    short, long = ([_queue(program, count) for _ in range(rounds)] for count in (calls, 3 * calls))
+    # They take turns, so that a slower clock affects both.
+    short, long = zip(*((_queue(program, calls), _queue(program, 3 * calls)) for _ in range(rounds)), strict=True)
     kernel = (min(x for _, x in long) - min(x for _, x in short)) / (2 * calls)
     return Timing(kernel, min(x for x, _ in short) / calls, latency)
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from attnops_testing import attention
+from attnops_testing.bench import find
 from attnops_testing.bench.case import Refused
-from attnops_testing.bench.program import Ready
+from attnops_testing.bench.program import Contender, Ready
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -55,6 +56,63 @@ def test_the_gpus_time_is_apart_from_the_hosts(
     assert found.dispatch_seconds == pytest.approx(start)
     assert found.latency_seconds == pytest.approx(start + kernel)
     assert found.is_bound_by_dispatch == bound
+
+
+def test_a_delayed_queue_does_not_shorten_the_time(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five rounds one has a short queue that the host delays, and one a long queue."""
+    timing = script("gpu_timing")
+    machine = Machine(1e-4, 1e-3)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: machine.now)
+    calls = []
+
+    def run() -> None:
+        machine.run()
+        calls.append(machine.now)
+
+    def wait(outputs: object) -> None:
+        machine.wait(outputs)
+        lengths.append(len(calls))
+        calls.clear()
+        machine.now += 5e-3 * (len(lengths) in delayed)
+
+    lengths: list[int] = []
+    delayed = (1 + 5 + 3, 1 + 5 + 6)  # after one queue of 2 calls and five of one
+    found = timing.measure(Ready(run=run, wait=wait, results=None, what=""), rounds=5)
+    short = lengths[-2]
+    assert lengths[-10:] == [short, 3 * short] * 5
+    assert found.kernel_seconds == pytest.approx(1e-3)
+
+
+@pytest.mark.slow
+def test_nothing_is_timed_while_programs_are_compiled(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, timing = script("gpu"), script("gpu_timing")
+    events, real = [], find(["vanilla"])[0]
+
+    def prepare(case: Any) -> Any:
+        program = real.prepare(case)
+        events.append("compiled")
+        return program
+
+    def measure(program: Any, rounds: int) -> Any:
+        events.append("timed")
+        return timing.Timing(1e-3, 1e-4, 1e-3)
+
+    monkeypatch.setitem(script("gpu_contenders").CONTENDERS, "other", lambda dry: Contender("other", prepare))
+    monkeypatch.setattr(timing, "measure", measure)
+    rows = gpu.measure_one("other", gpu.all_cases((16,), (32,), ["causal", "full"], dry=True), 1, dry=False)["rows"]
+    assert events == ["compiled"] * 4 + ["timed"] * 4
+    assert [row["status"] for row in rows] == ["ok"] * 4
+    assert rows[0]["teraflops"] == pytest.approx(2 * 2 * 2 * 32**2 * 16 * 0.5 / 1e-3 / 1e12)
+
+
+def test_groups_divide_the_query_heads(script: Any) -> None:
+    gpu = script("gpu")
+    (case, _) = gpu.all_cases((128,), (1024,), ["full"], dry=False, groups=4)
+    assert (case["heads"], case["kv_heads"]) == (16, 4)
+    (case, _) = gpu.all_cases((16,), (48,), ["full"], dry=True, groups=2)
+    assert (case["heads"], case["kv_heads"]) == (2, 1)
+    with pytest.raises(ValueError, match="groups=16 must be a divisor of 8, the query heads at head_dim=256"):
+        gpu.all_cases((128, 256), (1024,), ["full"], dry=False, groups=16)
 
 
 @pytest.mark.slow

@@ -21,8 +21,9 @@ import attnops_cli
 from attnops import OperationRegistry
 from attnops.masks import Causal, KeyPadding, Mask, PrefixLM, Segments, SlidingWindow
 from attnops.operations.vanilla import VanillaAttention
-from attnops_testing import bench
+from attnops_testing import attention, attention_gradients, bench
 from attnops_testing.bench import PEERS, Case, Contender, Ready, find, measure, packed_documents, truth
+from attnops_testing.commands.bench_tables import print_measurements
 
 SMALL = ("-T", "16,32", "-H", "2", "-K", "1", "-D", "8", "--repeats", "2")
 pytestmark = pytest.mark.usefixtures("core_alone")
@@ -253,6 +254,41 @@ def test_of_a_long_case_some_queries_are_checked(monkeypatch: pytest.MonkeyPatch
     assert (rows[0], rows[-1], len(set(rows))) == (0, 31, 5)
     register(without_gradient_of_keys)
     assert measure([(case, find(["zeta"])[0])], rounds=1)[0].reason.startswith("gradient of key[")
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_of_a_large_case_the_first_and_last_heads_are_checked(
+    large: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masked = np.tril(np.ones((1, 1, 12, 12), bool))
+    case = Case(length=12, batch=3, heads=6, kv_heads=3, head_dim=4, mask=Causal(), backward=True)
+    monkeypatch.setattr(truth, "_KEYS", 3 * 12 * 3 * 4 - large)
+    checked = truth.Truth(case)
+    assert (list(checked.batches), list(checked.heads)) == (
+        ([0, 2], [0, 1, 4, 5]) if large else ([0, 1, 2], [*range(6)])
+    )
+    arrays = [np.float64(x) for x in case.inputs]
+    gradients = attention_gradients(*arrays, d_out=np.float64(checked.d_out), mask=masked).values
+    right = {"output": attention(*arrays, mask=masked).out}
+    right |= {f"gradient of {name}": gradients[name] for name in ("query", "key", "value")}
+    checked.check(right)
+
+    def is_noticed(name: str, *at: int) -> bool:
+        wrong = {key: x.copy() for key, x in right.items()}
+        wrong[name][at] += 1.0
+        try:
+            checked.check(wrong)
+        except AssertionError:
+            return True
+        return False
+
+    for name in right:
+        assert all(is_noticed(name, b, 5, h, 1) for b in (0, -1) for h in (0, -1))
+        # Gradients of the heads that are not compared must be 0.
+        assert is_noticed(name, 1, 5, 1, 1) == (not large or name != "output")
+    print_measurements(measure([(case, find(["vanilla"])[0])], rounds=1), "")
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("with 12 tokens only in the first and last batch and kv head" in said) == large
 
 
 def test_contenders_take_turns_and_the_slow_stop_early() -> None:

@@ -30,9 +30,9 @@ _FIRST_RELEASES: Final = {
     80: ((12, 0), 80), 100: ((12, 8), 87), 103: ((12, 9), 88), 120: ((12, 8), 87), 121: ((12, 9), 88),
 }  # fmt: skip
 
-# The first CUDA release and PTX version for programs that make tensor maps (sm_90 and later). For PTX up to 8.5 Triton
-# gives a map's strides in units of 16 bytes, as assemblers before CUDA 12.5 need them. Later assemblers expect bytes,
-# whatever the version of the PTX: they would read every row from the address of the first.
+# The first CUDA release and PTX version for programs that copy by tensor maps (sm_90 and later): Triton names what they
+# write to `.shared::cta`, which needs PTX 8.6. No program may make a map with an older PTX: up to 8.5 Triton gives its
+# strides in units of 16 bytes, and assemblers from CUDA 12.5 on expect bytes, whatever the version of the PTX.
 _TENSOR_MAP_RELEASE: Final = ((12, 8), 87)
 
 # AMD's data centre GPUs, with matrix cores and 64 lanes per wave. RDNA has 32 lanes and other matrix instructions.
@@ -101,13 +101,13 @@ def ptx_version(arch: str, maps: bool = False) -> int:
 
     Args:
         arch: the architecture.
-        maps: whether a program makes tensor maps.
+        maps: whether a program copies by tensor maps.
     """
     return 0 if is_amd(arch) else max(_first_release(arch)[1], _TENSOR_MAP_RELEASE[1] * maps)
 
 
 def first_cuda_of_maps() -> tuple[int, int]:
-    """The first CUDA release that can assemble programs that make tensor maps."""
+    """The first CUDA release that can assemble programs that copy by tensor maps."""
     return _TENSOR_MAP_RELEASE[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,31 @@ def test_simulated_they_are_right(
     expected = attention_gradients(q, k, v, d_out=d_out, mask=dense, **rest).values
     for own, name in zip(found[1:], ("query", "key", "value"), strict=True):
         np.testing.assert_allclose(own, expected[name], atol=2e-5)
+
+
+@pytest.mark.parametrize("adds_dq", [False, True], ids=["dq alone", "dq added"])
+@pytest.mark.parametrize("mapped", ["query", "key", "value", "cotangent"])
+@pytest.mark.slow
+@pytest.mark.tier(every=5)
+def test_simulated_one_array_is_mapped(mapped: str, adds_dq: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapped array has two batches, the others one, whose tensor maps have another index of the batch."""
+    monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
+    run = names_of_simulated(monkeypatch)
+    rng = np.random.default_rng(0)
+    names = ("query", "key", "value", "cotangent")
+    axes = tuple(0 if name == mapped else None for name in names)
+    shapes = [(1, 70 if name in ("query", "cotangent") else 130, 2, 64) for name in names]
+    given = [rng.normal(size=shape if axis is None else (2, *shape)).astype(np.float32)
+             for shape, axis in zip(shapes, axes, strict=True)]  # fmt: skip
+    with target("sm_90"), unordered() if adds_dq else contextlib.nullcontext():
+        found = jax.block_until_ready(jax.vmap(both({}, interpret=True), axes)(*given))
+    assert len(set(run)) == (2 if adds_dq else 3)
+    for i in range(2):
+        q, k, v, d_out = (x if axis is None else x[i] for x, axis in zip(given, axes, strict=True))
+        np.testing.assert_allclose(found[0][i], attention(q, k, v).out, atol=5e-6)
+        expected = attention_gradients(q, k, v, d_out=d_out).values
+        for own, name in zip(found[1:], names, strict=False):
+            np.testing.assert_allclose(own[i], expected[name], atol=2e-5)
 
 
 @pytest.mark.slow
@@ -229,6 +255,46 @@ def test_tensor_maps_are_parameters() -> None:
         assert text.count(".param .align 64 .b8") == len(blocks)
         assert "tensormap.replace" not in text
         assert each.programs > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_jaxlib_gets_has_the_order_of_the_code(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With masks that have values, sinks, gradients by map or by pointer, and, for bfloat16, dq added."""
+
+    class Launcher:
+        def create_array_parameter(self, *_: Any) -> tuple[str, tuple[int, ...]]:
+            return ".b64", ()
+
+        def create_scalar_parameter(self, _: int, kind: str) -> tuple[str, tuple[int, ...]]:
+            return f".b{kind[1:]}", ()
+
+        def create_tma_descriptor_parameter(
+            self, kind: int, swizzle: int, shape: Any, strides: Any, block: list[int], fill: int
+        ) -> tuple[str, tuple[int, ...]]:
+            return ".b8", tuple(block)
+
+    monkeypatch.setattr(plan, "multiprocessors", lambda arch: 1)
+    x = jax.ShapeDtypeStruct((1, 300, 4, 64), jnp.dtype(dtype))
+    options = {"mask": documents(300), "sinks": np.zeros(4, np.float32)}
+    with unordered():
+        found = kernels(both(options), (x, x, x, x), "sm_90")
+    assert [each.recipe.kernel.blocks != () for each in found] == [True] * (2 if dtype == "bfloat16" else 3)
+    for each in found:
+        kernel, program = each.recipe.kernel, build(each.recipe)
+        shapes = [(1, 4, 2, 320) if name == "statistics" else x.shape for name in kernel.pointers]
+        arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        given = call._parameters(Launcher(), each.recipe, program, arrays, each.integers)
+        head = program.code.decode().split(".entry", 1)[1].split(")", 1)[0]
+        in_code = [re.sub(r"\.[uf]", ".b", kind) for kind in re.findall(r"\.param.*?(\.[buf]\d+)", head)]
+        # The last two are the scratch memory that Triton may use, for which jaxlib passes null.
+        assert [kind for kind, _ in given] == in_code[:-2]
+        # Blocks with rows of more than 128 bytes are copied in parts.
+        dtypes, blocks = dict(zip(kernel.pointers, each.recipe.dtypes, strict=True)), dict(kernel.blocks)
+        widest = {name: 32 if dtypes[name] == "float32" else 64 for name in blocks if name != "statistics"}
+        expected = [(*block[:-1], min(block[-1], widest.get(name, block[-1])))
+                    for name in kernel.pointers if (block := blocks.get(name)) is not None]  # fmt: skip
+        assert [block for _, block in given if block] == expected
 
 
 def test_what_jaxlib_gets_for_a_tensor_map() -> None:

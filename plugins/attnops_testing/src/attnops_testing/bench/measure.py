@@ -39,8 +39,8 @@ class Measurement:
         seconds: the time of a call in each round.
         temp_bytes: memory in addition to inputs and outputs, in bytes; None if unknown.
         compile_seconds: the time of tracing and compiling; None if nothing is compiled.
-        checked_rows: the number of queries that were compared with the oracle, per batch and head; over a cache, in all
-            rows.
+        checked_rows: the number of queries that were compared with the oracle, for each batch and head that is
+            compared; over a cache, in all rows.
         bytes_seen: over a cache, the bytes of the tokens that queries see, as the program reads them.
     """
 

@@ -15,8 +15,13 @@ from attnops_testing.tolerance import GRADIENT_FACTOR, OUTPUT_FACTOR, assert_clo
 # The number of scores that the oracle computes per case, and the least number of queries.
 _SCORES: Final = 1 << 21
 _FEWEST_ROWS: Final = 4
-# With more numbers than this in the keys, one batch and kv head stand for all.
+# With more numbers than this in the keys, the first and the last batch and kv head stand for all.
 _KEYS: Final = 1 << 22
+
+
+def is_large(case: Case) -> bool:
+    """Whether the oracle is too slow for all heads of a case."""
+    return case.batch * case.length * case.K * case.head_dim > _KEYS
 
 
 class Truth:
@@ -28,15 +33,16 @@ class Truth:
 
     Attributes:
         rows: the queries that are checked: all if they are few, else the first, the last and some in between.
-        batches, kv_heads, heads: the batches and heads that are checked: all, or in a large case the last ones.
+        batches, kv_heads, heads: the batches and heads that are checked: all, or in a large case the first and the last
+            ones.
     """
 
     def __init__(self, case: Case) -> None:
         self.case = case
         G = case.heads // case.K
         self.batches, self.kv_heads = np.arange(case.batch), np.arange(case.K)
-        if case.batch * case.length * case.K * case.head_dim > _KEYS:
-            self.batches, self.kv_heads = self.batches[-1:], self.kv_heads[-1:]
+        if is_large(case):
+            self.batches, self.kv_heads = (np.unique(x[[0, -1]]) for x in (self.batches, self.kv_heads))
         self.heads = (self.kv_heads[:, None] * G + np.arange(G)).reshape(-1)
         count = max(_FEWEST_ROWS, _SCORES // (len(self.batches) * len(self.heads) * case.length))
         if count >= case.length:

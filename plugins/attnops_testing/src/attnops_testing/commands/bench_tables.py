@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from attnops_cli.output import print_text, printer
-from attnops_testing.bench import Measurement
+from attnops_testing.bench import Case, Measurement
+from attnops_testing.bench.truth import is_large
 
 _STYLES: Final = {"wrong": "bold red", "failed": "red", "refused": "yellow"}
 
@@ -60,6 +61,11 @@ def _print_checked(measurements: Sequence[Measurement]) -> None:
     checked = {m.case.length: m.checked_rows for m in measurements if m.checked_rows}
     some = [f"{rows} of {length}" for length, rows in checked.items() if rows < length]
     queries = "all queries" if not some else f"{', '.join(some)} queries of each head"
+    large = sorted(
+        {m.case.length for m in measurements if m.checked_rows and isinstance(m.case, Case) and is_large(m.case)}
+    )
+    if large:
+        queries += f"; with {', '.join(map(str, large))} tokens only in the first and last batch and kv head"
     if checked:
         print_text(f"\nChecked before timing, against float64: {queries}. Memory is in addition to inputs and outputs.")
 

@@ -135,11 +135,11 @@ def _run_by_key(
     padded = cdiv(plan.T, plan.by_key.bq) * plan.by_key.bq
     if plan.by_key.specialised:
         lse = inputs.m * (plan.score_unit * LOG2E) + inputs.log2_sum
-        # With a logsumexp of inf the weights of queries beyond the last one are 0.
+        # With a logsumexp of inf the weights of queries beyond the last one are 0. `jax.vmap` may map delta alone.
         ends = [jnp.pad(x, ((0, 0), (0, 0), (0, padded - plan.T)), constant_values=value)
                 for x, value in ((lse, jnp.inf), (inputs.delta, 0.0))]  # fmt: skip
         others = [x for x in operands if x.name not in ("m", "log2_sum", "delta")]
-        operands = [*others, Operand("statistics", jnp.stack(ends, axis=2))]
+        operands = [*others, Operand("statistics", jnp.stack(jnp.broadcast_arrays(*ends), axis=2))]
     heads, dtype = (plan.H, "float32") if plan.splits_groups else (plan.K, plan.gradient_dtype)
     shapes = {"dk": (plan.B, plan.S, heads, plan.D), "dv": (plan.B, plan.S, heads, plan.Dv)}
     outputs = added | {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape in shapes.items()}

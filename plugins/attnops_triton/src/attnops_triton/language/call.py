@@ -95,13 +95,7 @@ def _lower(
             f"jax-cuda13-plugin=={versions.version_of('jaxlib')}"
         )
     program = build(dataclasses.replace(recipe, arch=arch))
-    maps, blocks, parameters = iter(program.maps), dict(recipe.kernel.blocks), []
-    for name, dtype, x in zip(recipe.kernel.pointers, recipe.dtypes, (*context.avals_in, *shapes), strict=True):
-        if name in blocks:
-            parameters += _map(launcher, shape_of_map(x.shape, blocks[name]), dtype, *next(maps))
-        else:
-            parameters.append(launcher.create_array_parameter(0, 16))
-    parameters += [launcher.create_scalar_parameter(value, "i32") for value in integers]
+    parameters = _parameters(launcher, recipe, program, (*context.avals_in, *shapes), integers)
     kernel = launcher.TritonKernel(
         program.name, program.threads // _WARP[platform], 1, program.shared, _code(program, arch), "",
         0 if is_amd(arch) else capability(arch),
@@ -115,6 +109,19 @@ def _lower(
         return rule(context, *operands)
     rule = jax.ffi.ffi_lowering("triton_kernel_call_ffi", operand_output_aliases=dict(aliases), api_version=4)
     return rule(context, *operands, opaque=opaque)
+
+
+def _parameters(
+    launcher: Any, recipe: Recipe, program: CompiledKernel, arrays: tuple[Any, ...], integers: tuple[int, ...]
+) -> list[Any]:
+    """The parameters of a kernel in the order of its code: those of its arrays, inputs first, then its integers."""
+    maps, blocks, parameters = iter(program.maps), dict(recipe.kernel.blocks), []
+    for name, dtype, x in zip(recipe.kernel.pointers, recipe.dtypes, arrays, strict=True):
+        if name in blocks:
+            parameters += _map(launcher, shape_of_map(x.shape, blocks[name]), dtype, *next(maps))
+        else:
+            parameters.append(launcher.create_array_parameter(0, 16))
+    return [*parameters, *(launcher.create_scalar_parameter(value, "i32") for value in integers)]
 
 
 def _map(launcher: Any, shape: tuple[int, ...], dtype: str, swizzle: int, block: tuple[int, ...]) -> list[Any]:

@@ -37,7 +37,8 @@ class Binary:
         spilled: bytes of local memory per thread; on AMD the number of spilled registers.
         shared: bytes of shared memory per program.
         instructions: the number of occurrences of each instruction, by its name up to the first dot.
-        loops: these numbers for each innermost loop that has one of `PRODUCTS`, in the order of the code; empty on AMD.
+        sequences: the names of the instructions of each innermost loop that has one of `PRODUCTS`, in the order of the
+            code; empty on AMD.
         text: PTX; on AMD the assembly.
     """
 
@@ -45,8 +46,13 @@ class Binary:
     spilled: int
     shared: int
     instructions: collections.Counter[str]
-    loops: tuple[collections.Counter[str], ...]
+    sequences: tuple[tuple[str, ...], ...] = dataclasses.field(repr=False)
     text: str = dataclasses.field(repr=False)
+
+    @property
+    def loops(self) -> tuple[collections.Counter[str], ...]:
+        """The numbers of instructions of each of `sequences`."""
+        return tuple(map(collections.Counter, self.sequences))
 
     @property
     def loop(self) -> collections.Counter[str]:
@@ -110,12 +116,12 @@ def _nvidia(program: CompiledKernel, arch: str, ptxas: Path | None) -> Binary:
     local = sum(int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
     lines = code.splitlines()
     text = program.code.decode()
-    return Binary(registers, local, program.shared, _count(lines), _inner_loops(lines), text)
+    return Binary(registers, local, program.shared, collections.Counter(_names(lines)), _inner_loops(lines), text)
 
 
-def _inner_loops(lines: list[str]) -> tuple[collections.Counter[str], ...]:
-    """The instructions of the innermost loops with products. A loop is the code between a backward branch and its
-    target.
+def _inner_loops(lines: list[str]) -> tuple[tuple[str, ...], ...]:
+    """The names of the instructions of the innermost loops with products. A loop is the code between a backward branch
+    and its target.
     """
     labels: dict[str, int] = {}
     loops = []
@@ -125,13 +131,14 @@ def _inner_loops(lines: list[str]) -> tuple[collections.Counter[str], ...]:
         if (match := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(match[1], i) < i:
             loops.append((labels[match[1]], i))
     inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
-    counts = [_count(lines[first : last + 1]) for first, last in sorted(inner)]
-    return tuple(count for count in counts if any(count[name] for name in PRODUCTS))
+    sequences = [_names(lines[first : last + 1]) for first, last in sorted(inner)]
+    return tuple(sequence for sequence in sequences if any(name in PRODUCTS for name in sequence))
 
 
-def _count(lines: list[str]) -> collections.Counter[str]:
-    names = (re.search(r"\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)", line) for line in lines)
-    return collections.Counter(match[1] for match in names if match)
+def _names(lines: list[str]) -> tuple[str, ...]:
+    # A wait for products is WARPGROUP.DEPBAR.
+    names = (re.search(r"\*/\s+(?:@!?U?P\d+\s+)?(?:WARPGROUP\.(?=DEPBAR))?([A-Z][A-Z0-9_]*)", line) for line in lines)
+    return tuple(match[1] for match in names if match)
 
 
 def _amd(recipe: Recipe) -> Binary:

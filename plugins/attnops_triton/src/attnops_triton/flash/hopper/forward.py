@@ -58,7 +58,8 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
     program = place_by_query(n, options)
     # Barriers by which the computing partitions alternate.
     turn = make_barriers(2, 1)
-    shared = share(x, program, turn, options)
+    denominators = gl.allocate_shared_memory(gl.float32, [2, options.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    shared = share(x, program, (turn, denominators), options)
     mbarrier.arrive(turn.index(0))
     gl.warp_specialize(
         [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
@@ -115,7 +116,7 @@ def step(
     """A tile's scores and weights, and the product of the previous tile's weights and values."""
     q, values = given
     k, v = shared.rings
-    turn = shared.own
+    turn, denominators = shared.own
     before = state.stage
     phase_before = state.phase
     stage, phase = advance(before, phase_before, options)
@@ -130,6 +131,8 @@ def step(
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k.free.index(stage))
     m, l, alpha, p = softmax(x, n, program, q, kv, s, state.m, state.l, values, options, masked)
+    # Nobody reads it. But it has to be computed before the wait, which the assembler would move before the softmax.
+    denominators.index(group).store(l)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
     mbarrier.arrive(v.free.index(before))
     acc = acc * gl.convert_layout(alpha, options.sums_row_layout)[:, None]

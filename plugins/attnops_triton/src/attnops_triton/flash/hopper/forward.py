@@ -131,7 +131,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k.free.index(stage))
     m, l, alpha, p = softmax(x, n, program, q, kv, s, state.m, state.l, values, options, masked)
-    # Nobody reads it. But it has to be computed before the wait, which the assembler would move before the softmax.
+    # It is not read. But it must be computed before the wait, which the assembler would otherwise move up.
     denominators.index(group).store(l)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
     mbarrier.arrive(v.free.index(before))

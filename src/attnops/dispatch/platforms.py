@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import jax
 
-from attnops.sharding.devices import default_device
+from attnops.sharding.mesh import default_device
 
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh

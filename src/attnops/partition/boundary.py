@@ -13,8 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from attnops.output import OperationOutput
 from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_LENGTH, QUERY_LENGTH
-from attnops.sharding.devices import default_device
-from attnops.sharding.mesh import get_names_from_partition_spec, manual_axes
+from attnops.sharding.mesh import default_device, get_names_from_partition_spec, manual_axes
 from attnops.sharding.placing import (
     concrete,
     explicit_names,
@@ -24,8 +23,8 @@ from attnops.sharding.placing import (
     placed_entry,
     resharded,
 )
-from attnops.sharding.rules import AxisRules, MeshAxes
-from attnops.sharding.specs import MeshLike, correct_spec
+from attnops.sharding.rules import AxisRules
+from attnops.sharding.specs import MeshAxes, MeshLike, correct_spec, names_of
 
 Entry = MeshAxes
 
@@ -104,7 +103,7 @@ def find_boundary(
     chosen = mesh_of_call(mesh, ambient, typed or mesh_of_inputs(arrays))
     if chosen is None:
         return None
-    manual = mapped_names(arrays) | set(() if ambient.empty else ambient.manual_axes)
+    manual = mapped_names(arrays) | manual_axes()
     free = {name: size for name, size in chosen.shape.items() if name not in manual}
     is_explicit = bool(explicit_names(chosen) | explicit_names(typed))
     is_one_device = math.prod(free.values()) == 1
@@ -125,11 +124,11 @@ def find_boundary(
         if heads is None:
             heads, kv_heads = dividing(for_heads, request.heads), dividing(for_heads, request.kv_heads)
     used = get_names_from_partition_spec((batch, heads))
-    lengths = (
-        tuple(name for name in axes_of(QUERY_LENGTH) if free.get(name, 1) > 1 and name not in used) or None,
-        tuple(name for name in axes_of(KV_LENGTH) if free.get(name, 1) > 1 and name not in used) or None,
+    queries, keys = (
+        tuple(name for name in axes_of(axis) if free.get(name, 1) > 1 and name not in used) or None
+        for axis in (QUERY_LENGTH, KV_LENGTH)
     )
-    if (batch, heads, *lengths) == (None, None, None, None) and not is_explicit and not is_one_device:
+    if (batch, heads, queries, keys) == (None, None, None, None) and not is_explicit and not is_one_device:
         return None  # no rule names an axis of this mesh, or none divides: left to the compiler
     return Boundary(
         mesh=chosen,
@@ -137,7 +136,7 @@ def find_boundary(
         batch=batch,
         heads=heads,
         kv_heads=kv_heads if kv_heads == heads else None,
-        lengths=lengths,
+        lengths=(queries, keys),
         results=result_specs(dividing, axes_of, request, batch, heads) if is_explicit else {},
     )
 
@@ -165,9 +164,9 @@ def unnamed_axes(
     return {name: size for name, size in chosen.shape.items() if size > 1 and name not in known}
 
 
-def dividing_axes(mesh: MeshLike, free: frozenset[str], wanted: MeshAxes, size: int) -> Entry:
+def dividing_axes(mesh: MeshLike, free: frozenset[str], wanted: Entry, size: int) -> Entry:
     """The mesh axes of a rule that are free and divide the dimension's size."""
-    names = tuple(name for name in get_names_from_partition_spec((wanted,)) if name in free)
+    names = tuple(name for name in names_of(wanted) if name in free)
     return correct_spec(PartitionSpec(names), (size,), mesh)[0] if names else None  # type: ignore[no-any-return]
 
 
@@ -185,7 +184,7 @@ def result_specs(
 
     def entry(axis: str, size: int) -> Entry:
         names = dividing(tuple(name for name in axes_of(axis) if name not in used), size)
-        used.extend(get_names_from_partition_spec((names,)))
+        used.extend(names_of(names))
         return names
 
     queries = entry(QUERY_LENGTH, request.query_length)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops.sharding.mesh import get_names_from_partition_spec
-from attnops.sharding.specs import MeshLike, correct_spec
+from attnops.sharding.specs import MeshAxes, MeshLike, correct_spec, entry_of, names_of
 
 if TYPE_CHECKING:
-    from attnops.sharding.rules import MeshAxes
     from attnops.typing import Leaf
 
 
@@ -56,8 +55,7 @@ class AttentionShardings:
         Mesh axes that shard the queries do not shard the keys.
         """
         used = get_names_from_partition_spec((self._batch, self._heads, self._queries))
-        left = tuple(name for name in get_names_from_partition_spec((self._keys,)) if name not in used)
-        keys = None if not left else left[0] if len(left) == 1 else left
+        keys = entry_of(name for name in names_of(self._keys) if name not in used)
         return PartitionSpec(self._batch, self._heads, self._queries, keys)
 
     bias = mask = weights = scores

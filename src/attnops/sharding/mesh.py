@@ -1,4 +1,4 @@
-"""Meshes and the names of their axes."""
+"""Meshes, the names of their axes, and the default device."""
 
 from __future__ import annotations
 
@@ -75,27 +75,22 @@ def get_names_from_partition_spec(partition_specs: PyTree) -> list[str]:
     return list(names)
 
 
-def names_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
-    return tuple(get_names_from_partition_spec((entry,)))
-
-
-def entry_of(names: Iterable[str]) -> str | tuple[str, ...] | None:
-    """The entry of a spec for a dimension that these mesh axes shard."""
-    axes = tuple(names)
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
 def manual_axes() -> frozenset[str]:
     """The mesh axes that an enclosing `jax.shard_map` uses."""
-    ambient = jax.sharding.get_abstract_mesh()
-    return frozenset() if ambient.empty else frozenset(ambient.manual_axes)
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def mesh_arguments(mesh: MeshLike) -> dict[str, Any]:
     """The arguments of `jax.shard_map` that name the current mesh without manual axes, or ``mesh`` if none is set."""
-    ambient = jax.sharding.get_abstract_mesh()
-    if ambient.empty:
+    if (ambient := current_mesh()) is None:
         return {"mesh": mesh}
     manual = manual_axes()
     return {"axis_names": set(ambient.axis_names) - manual} if manual else {}
+
+
+def default_device() -> jax.Device | None:
+    """The device that computes with uncommitted arrays: ``jax_default_device``, else the first local device."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from attnops.sharding.specs import MeshLike
+from attnops.sharding.specs import MeshLike, entry_of, names_of
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
@@ -81,8 +81,7 @@ def explicit_entry(x: Leaf, axis: int) -> tuple[str, ...]:
     if not isinstance(x, jax.Array):
         return ()
     spec = jax.typeof(x).sharding.spec
-    entry = spec[axis] if axis < len(spec) else None
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return names_of(spec[axis]) if axis < len(spec) else ()
 
 
 def placed_entry(x: Leaf, axis: int, mesh: MeshLike) -> tuple[str, ...]:
@@ -94,8 +93,7 @@ def placed_entry(x: Leaf, axis: int, mesh: MeshLike) -> tuple[str, ...]:
         return ()
     if dict(sharding.mesh.shape) != dict(mesh.shape) or axis >= len(sharding.spec):
         return ()
-    entry = sharding.spec[axis]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return names_of(sharding.spec[axis])
 
 
 def unsharded(x: jax.Array, axis: int) -> jax.Array:
@@ -132,8 +130,4 @@ def mapped_names(arrays: Iterable[Leaf]) -> frozenset[str]:
 
 def of_axes(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     """``spec`` restricted to some mesh axes."""
-    entries = []
-    for entry in spec:
-        kept = tuple(x for x in ((entry,) if isinstance(entry, str) else entry or ()) if x in names)
-        entries.append(kept[0] if len(kept) == 1 else kept or None)
-    return PartitionSpec(*entries)
+    return PartitionSpec(*(entry_of(name for name in names_of(entry) if name in names) for entry in spec))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 from jax.sharding import PartitionSpec
 
 from attnops.sharding import axes as semantic
 from attnops.sharding.axes import SemanticAxis, ShardingAxes
 from attnops.sharding.modes import GENERATION_MODES, MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
-from attnops.sharding.specs import MeshLike, correct_spec
+from attnops.sharding.specs import MeshAxes, MeshLike, correct_spec, entry_of, names_of
 
 
 class Override(enum.Enum):
@@ -23,8 +23,6 @@ class Override(enum.Enum):
 
 INHERIT: Final = Override.INHERIT
 REPLICATE: Final = None
-
-MeshAxes: TypeAlias = str | tuple[str, ...] | None
 
 _DATA: Final = ("dp", "fsdp")
 
@@ -105,8 +103,8 @@ class AxisRules:
         if axis is None or axis == semantic.EMPTY:
             return None
         if not isinstance(axis, str):
-            names = [name for one in axis for name in _names(self.mesh_axes(one, mode))]
-            return _entry(tuple(dict.fromkeys(names)))
+            names = [name for one in axis for name in names_of(self.mesh_axes(one, mode))]
+            return entry_of(tuple(dict.fromkeys(names)))
         if axis not in _FIELDS:
             raise ValueError(f"axis={axis!r} is not a semantic axis; use one of {[*_FIELDS]}")
         rule: MeshAxes = getattr(self, _FIELDS[axis])
@@ -117,7 +115,7 @@ class AxisRules:
 
     def names(self, mode: str = MODE_TRAIN) -> frozenset[str]:
         """All mesh axes that a rule names, in a runtime mode."""
-        return frozenset(name for axis in _FIELDS for name in _names(self.mesh_axes(axis, mode)))
+        return frozenset(name for axis in _FIELDS for name in names_of(self.mesh_axes(axis, mode)))
 
     def spec(
         self,
@@ -145,9 +143,9 @@ class AxisRules:
         used: set[str] = set()
         entries = []
         for axis in dimensions:
-            names = tuple(name for name in _names(self.mesh_axes(axis, chosen)) if name not in used)
+            names = tuple(name for name in names_of(self.mesh_axes(axis, chosen)) if name not in used)
             used.update(names)
-            entries.append(_entry(names))
+            entries.append(entry_of(names))
         spec = PartitionSpec(*entries)
         return spec if mesh is None or shape is None else correct_spec(spec, shape, mesh)
 
@@ -164,16 +162,8 @@ def _checked(name: str, rule: object) -> MeshAxes:
     if rule is None or (isinstance(rule, str) and rule):
         return rule
     if isinstance(rule, (tuple, list)) and all(isinstance(x, str) and x for x in rule) and len(set(rule)) == len(rule):
-        return _entry(tuple(rule))
+        return entry_of(tuple(rule))
     raise ValueError(f"{name}={rule!r} must be the name of a mesh axis, a tuple of different ones, or None")
-
-
-def _names(rule: MeshAxes) -> tuple[str, ...]:
-    return () if rule is None else (rule,) if isinstance(rule, str) else rule
-
-
-def _entry(names: tuple[str, ...]) -> MeshAxes:
-    return None if not names else names[0] if len(names) == 1 else names
 
 
 def _has_mode(axes: object) -> bool:

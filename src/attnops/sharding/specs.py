@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import jax
@@ -13,6 +13,20 @@ from jax.sharding import PartitionSpec
 _log = logging.getLogger(__name__)
 
 MeshLike: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
+# An entry of a spec: the mesh axes that shard a dimension, the major one first.
+MeshAxes: TypeAlias = str | tuple[str, ...] | None
+
+
+def names_of(entry: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes of one entry of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_of(names: Iterable[str]) -> MeshAxes:
+    """The entry of a spec for a dimension that these mesh axes shard."""
+    axes = tuple(names)
+    return axes[0] if len(axes) == 1 else axes or None
 
 
 def correct_spec(spec: PartitionSpec, shape: Sequence[int], mesh: MeshLike) -> PartitionSpec:
@@ -37,18 +51,16 @@ def correct_spec(spec: PartitionSpec, shape: Sequence[int], mesh: MeshLike) -> P
     return PartitionSpec(*(_correct_entry(entry, size, mesh) for entry, size in zip(spec, shape, strict=False)))
 
 
-def _correct_entry(entry: str | tuple[str, ...] | None, size: int, mesh: MeshLike) -> str | tuple[str, ...] | None:
+def _correct_entry(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:  # type: ignore[comparison-overlap]
         return entry
-    names = (entry,) if isinstance(entry, str) else tuple(entry)
+    names = names_of(entry)
     kept = tuple(name for name in names if name in mesh.shape)
     while kept and size % math.prod(mesh.shape[name] for name in kept):
         kept = kept[:-1]
     if kept != names:
         _log.debug("spec entry %r for a dimension of %d on mesh %s becomes %r", entry, size, dict(mesh.shape), kept)
-    if not kept:
-        return None
-    return kept[0] if isinstance(entry, str) or len(kept) == 1 else kept
+    return entry_of(kept)
 
 
 def create_stable_sharding(

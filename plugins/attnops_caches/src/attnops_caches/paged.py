@@ -11,8 +11,8 @@ import numpy as np
 
 from attnops.errors import Reason, UnsupportedError
 from attnops.exported import serialised
-from attnops.sharding.mesh import names_of
 from attnops.sharding.placing import placed, whole
+from attnops.sharding.specs import names_of
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.integers import check_size, int32, integers_of_shape, pairs
 from attnops_caches.layout import TokenOptions

@@ -22,11 +22,11 @@ from attnops.partition.program import first_index
 from attnops.programs.program import Program, bind
 from attnops.programs.tracing import CALLS, trace
 from attnops.sharding.axes import BATCH, KV_HEAD, KV_LENGTH
-from attnops.sharding.mesh import entry_of, manual_axes, mesh_arguments, names_of
+from attnops.sharding.mesh import manual_axes, mesh_arguments
 from attnops.sharding.modes import MODE_DECODE
 from attnops.sharding.placing import explicit_names, of_axes, placed
-from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
-from attnops.sharding.specs import MeshLike
+from attnops.sharding.rules import DEFAULT_RULES, AxisRules
+from attnops.sharding.specs import MeshAxes, MeshLike, entry_of, names_of
 from attnops_caches.store import NewTokens, Pending
 
 if TYPE_CHECKING:

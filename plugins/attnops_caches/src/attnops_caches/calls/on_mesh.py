@@ -35,10 +35,10 @@ from attnops.partition.boundary import (
 from attnops.partition.run import fields_of, kv_heads_of, run_on_shards, wanted_fields
 from attnops.partition.shards import Shard
 from attnops.sharding.axes import HEAD
-from attnops.sharding.mesh import manual_axes, names_of
+from attnops.sharding.mesh import manual_axes
 from attnops.sharding.placing import explicit_names, mapped_names, mesh_of_types
 from attnops.sharding.rules import AxisRules
-from attnops.sharding.specs import MeshLike
+from attnops.sharding.specs import MeshLike, names_of
 from attnops.softmax import PartialSoftmax, exp_sum, log_sum, merge, with_sinks
 from attnops_caches.calls.reader import attention_request, cache_of
 from attnops_caches.calls.run import partial_on_device, run_on_device

@@ -27,6 +27,7 @@ from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.output import OPTIONAL_FIELDS, OperationOutput
 from attnops.partition.boundary import find_boundary
 from attnops.partition.options import CONTRACT
+from attnops.partition.run import run_sharded, run_unsharded
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
 
@@ -261,10 +262,17 @@ class OperationImpl(PartialAttention):
             on_mesh.repeats(self, call, boundary)
         if boundary is None:
             return super().invoke(forward, function, call, options)
-        is_left_to_xla = boundary.is_nested and self.is_plain(forward)
-        if boundary.sequence and not is_left_to_xla:
+        if boundary.is_nested and self.is_plain(forward):  # JAX has no gradient of a `jax.shard_map` in another
+            return boundary.typed(run_unsharded(boundary, function, call.args, options))
+        if boundary.sequence:
             on_mesh.gathers(self, boundary.sequence)
-        return on_mesh.run(self, forward, function, call, options, is_left_to_xla)
+
+        def checked(*args: jax.Array, **rest: object) -> OperationOutput:
+            return check_output(type(self).__name__, args, rest, function(*args, **rest))
+
+        output = run_sharded(boundary, checked, call.args, options, is_interpreted=call.request.interpret,
+                             option_axes=self.option_axes, key=self.program_key(forward))  # fmt: skip
+        return boundary.typed(output)
 
     def is_plain(self, forward: str) -> bool:
         """Whether the forward of this name is plain JAX, which the compiler can partition; kernels are not."""

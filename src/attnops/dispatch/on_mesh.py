@@ -1,4 +1,4 @@
-"""A call on a mesh: each device runs the forward on its shard; warnings where it computes more than its share."""
+"""Warnings of calls on a mesh, where a device computes more than its share."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import functools
 import warnings
 from typing import TYPE_CHECKING
 
-import jax
-
-from attnops.dispatch.result import check_output
 from attnops.errors import Reason, UnsupportedError, UnsupportedWarning
-from attnops.output import OperationOutput
 from attnops.partition.boundary import unnamed_axes
-from attnops.partition.run import run_sharded, run_unsharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable
 
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.call import Call
@@ -23,38 +18,6 @@ if TYPE_CHECKING:
 
 # Names that are usual for data parallelism; any other axis is proposed for heads.
 _DATA = ("data", "batch", "replica", "dcn", "ici_data", "dp", "fsdp")
-
-
-def run(
-    operation: OperationImpl,
-    forward: str,
-    function: Callable[..., OperationOutput],
-    call: Call,
-    options: Mapping[str, object],
-    is_left_to_xla: bool,
-) -> OperationOutput:
-    """The output of a call that has a boundary.
-
-    Args:
-        operation: the operation that runs.
-        forward: the name of the forward.
-        function: the forward.
-        call: the call.
-        options: the options of the forward.
-        is_left_to_xla: whether XLA partitions the call: JAX has no gradient of a `jax.shard_map` in another.
-    """
-    boundary, request = call.boundary, call.request
-    assert boundary is not None
-    if is_left_to_xla:
-        return boundary.typed(run_unsharded(boundary, function, call.args, options))
-    name = type(operation).__name__
-
-    def checked(query: jax.Array, key: jax.Array, value: jax.Array, **rest: object) -> OperationOutput:
-        return check_output(name, (query, key, value), rest, function(query, key, value, **rest))
-
-    key = operation.program_key(forward)
-    return boundary.typed(run_sharded(boundary, checked, call.args, options, is_interpreted=request.interpret,
-                                      option_axes=operation.option_axes, key=key))  # fmt: skip
 
 
 def gathers(operation: OperationImpl, axes: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnops.typing import Aval
 
 
-def check_output(name: str, args: tuple[Aval, Aval, Aval], options: Container[str], result: object) -> OperationOutput:
+def check_output(name: str, args: tuple[Aval, ...], options: Container[str], result: object) -> OperationOutput:
     """``result`` unchanged, if it has the shapes and dtypes of the contract.
 
     Args:

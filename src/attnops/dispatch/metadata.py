@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from attnops.dispatch.call import resolve_mode
 from attnops.dispatch.platforms import canonicalize_platform
 from attnops.models.configs import read, text_config
 from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, QUERY_LENGTH
 from attnops.sharding.call import AttentionShardings
 from attnops.sharding.mesh import current_mesh
-from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, canonicalize_mode, printed_mode
+from attnops.sharding.modes import canonicalize_mode, printed_mode
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules
 
 if TYPE_CHECKING:
@@ -161,14 +162,7 @@ class OperationMetadata:
         for name, array in (("query", query), ("key", key), ("value", value)):
             if len(array.shape) != 4:
                 raise ValueError(f"{name} has shape {tuple(array.shape)}, but must have 4 dimensions, {self.layout}")
-        given = self.mode if mode is None else mode
-        chosen = (
-            canonicalize_mode(given)
-            if given is not None
-            else MODE_DECODE
-            if query.shape[2 if swapped else 1] == 1
-            else MODE_TRAIN
-        )
+        chosen = resolve_mode(self, query.shape[2 if swapped else 1], mode)
         mesh = self.mesh if self.mesh is not None else current_mesh()
 
         def spec(array: Aval, *axes: str) -> PartitionSpec:

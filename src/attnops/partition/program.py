@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from attnops.typing import Function, Index, Options
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class ShardedProgram:
-    """A `jax.shard_map`, compared by its key only.
+    """A `jax.shard_map`, compared without its computation and its mesh, which the key stands for.
 
     Attributes:
         local: the computation of one device, from its operands to the results of its shard; holds no operand.
@@ -34,22 +34,12 @@ class ShardedProgram:
         key: the cache key; None for a program that must not be cached.
     """
 
-    local: Function
+    local: Function = dataclasses.field(compare=False)
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec, ...]
     check_vma: bool
-    where: dict[str, Any]
+    where: dict[str, Any] = dataclasses.field(compare=False)
     key: Hashable | None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShardedProgram) and self._compared == other._compared
-
-    def __hash__(self) -> int:
-        return hash(self._compared)
-
-    @property
-    def _compared(self) -> tuple[Hashable, ...]:
-        return self.in_specs, self.out_specs, self.check_vma, self.key
 
     def compiled(self) -> Function:
         """The program under `jax.jit`: without it JAX has no gradient of a kernel's rule inside `jax.shard_map`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.rank import Rank, RankBetween
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.operation import BaseOperation
 
+Given = TypeVar("Given")
+
 
 def make(cls: type[BaseOperation], metadata: OperationMetadata) -> BaseOperation:
     """``cls(metadata)``.
@@ -22,13 +24,8 @@ def make(cls: type[BaseOperation], metadata: OperationMetadata) -> BaseOperation
         ValueError, UnsupportedError: the class refuses the metadata.
         PluginError: its ``__init__`` raised anything else, or set no ``metadata``.
     """
-    try:
-        operation = cls(metadata)
-        kept = getattr(operation, "metadata", None)
-    except (ValueError, UnsupportedError):
-        raise
-    except BaseException as error:
-        raise _raised(cls, "__init__", error) from error
+    operation = _asked(cls, "__init__", lambda: cls(metadata), (ValueError, UnsupportedError))
+    kept = _asked(cls, "__init__", lambda: getattr(operation, "metadata", None))
     if not isinstance(kept, OperationMetadata):
         raise _fault(cls, "__init__ left metadata unset; it must call super().__init__(metadata)")
     return operation
@@ -41,10 +38,7 @@ def environment_key(operation: BaseOperation) -> Hashable:
         PluginError: it raised, or returned an unhashable value.
     """
     cls = type(operation)
-    try:
-        key = operation.environment_key()
-    except BaseException as error:
-        raise _raised(cls, "environment_key", error) from error
+    key = _asked(cls, "environment_key", operation.environment_key)
     try:
         hash(key)
     except BaseException as error:
@@ -54,22 +48,14 @@ def environment_key(operation: BaseOperation) -> Hashable:
     return key
 
 
-def unsupported(operation: BaseOperation, request: Request) -> list[Reason]:
-    """``operation.unsupported(request)``.
-
-    Raises:
-        PluginError: it raised, or returned anything but reasons.
-    """
-    return reasons_of(type(operation), "unsupported", lambda: operation.unsupported(request))
-
-
 def reasons_of(cls: type, method: str, ask: Callable[[], Iterable[Reason] | str | None]) -> list[Reason]:
     """The reasons that ``ask`` returns, by calling a method of a class.
 
     Raises:
         PluginError: it raised, or returned anything but reasons.
     """
-    try:
+
+    def checked() -> list[Reason]:
         given = ask()
         if given is None or isinstance(given, str):
             what = f"{method} returned {given!r}, but must return or yield attnops.Reason; return () for none"
@@ -80,11 +66,9 @@ def reasons_of(cls: type, method: str, ask: Callable[[], Iterable[Reason] | str 
                 what = f"{method} gave {printable(reason)!r} ({type(reason).__name__}), but must give attnops.Reason"
                 raise _fault(cls, what)
             str(reason)
-    except PluginError:
-        raise
-    except BaseException as error:
-        raise _raised(cls, method, error) from error
-    return reasons
+        return reasons
+
+    return _asked(cls, method, checked, (PluginError,))
 
 
 def details(operation: BaseOperation, request: Request) -> tuple[str, ...]:
@@ -94,11 +78,9 @@ def details(operation: BaseOperation, request: Request) -> tuple[str, ...]:
         PluginError: it raised, or returned anything but lines of text.
     """
     cls = type(operation)
-    try:
-        given: object = operation.details(request)
-        lines = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
-    except BaseException as error:
-        raise _raised(cls, "details", error) from error
+    given: object = _asked(cls, "details", lambda: operation.details(request))
+    several = given if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+    lines = _asked(cls, "details", lambda: tuple(several))
     texts = tuple(line for line in lines if isinstance(line, str))
     if len(texts) < len(lines):
         raise _fault(cls, f"details returned {printable(given)}, but must return or yield strings; return () for none")
@@ -111,18 +93,21 @@ def rank(cls: type[OperationImpl], request: Request) -> Rank | RankBetween | Non
     Raises:
         PluginError: it raised, or returned neither a `Rank` nor None.
     """
-    try:
-        given: object = cls.rank(request)
-    except BaseException as error:
-        raise _raised(cls, "rank", error) from error
+    given: object = _asked(cls, "rank", lambda: cls.rank(request))
     if given is not None and not isinstance(given, (Rank, RankBetween)):
         raise _fault(cls, f"rank returned {printable(given)}, but must return an attnops.Rank, or None for never")
     return given
 
 
-def _raised(cls: type, method: str, error: BaseException) -> PluginError:
-    pass_interrupt(error)
-    return _fault(cls, f"{method} raised {type(error).__name__}: {printable(error)}")
+def _asked(cls: type, method: str, ask: Callable[[], Given], passed: tuple[type[BaseException], ...] = ()) -> Given:
+    """What ``ask`` returns; raises a `PluginError` where it raises anything but ``passed``."""
+    try:
+        return ask()
+    except passed:
+        raise
+    except BaseException as error:
+        pass_interrupt(error)
+        raise _fault(cls, f"{method} raised {type(error).__name__}: {printable(error)}") from error
 
 
 def _fault(cls: type, what: str) -> PluginError:

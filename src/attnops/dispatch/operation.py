@@ -287,7 +287,7 @@ class BaseOperation(abc.ABC):
             reasons += [reason for reason in limits.reasons(request) if reason.argument not in unknown]
         reasons += unread(type(self), self.metadata)
         if forward != "native" and not limits.symbolic_reasons(request):
-            reasons += border.unsupported(self, request)
+            reasons += border.reasons_of(type(self), "unsupported", lambda: self.unsupported(request))
         return reasons
 
     def _check_options(self, options: Mapping[str, object], more: frozenset[str] = frozenset()) -> None:

@@ -42,8 +42,24 @@ class TileBias(abc.ABC):
         """``gradients`` of the leaves, plus those of a tile's slices."""
 
 
+class _SlicedBias(TileBias):
+    """A bias with one leaf, of which a tile needs a slice."""
+
+    @abc.abstractmethod
+    def _slice(self, plan: NativePlan, leaf: jax.Array, index: NativeTileIndex) -> tuple[list[jax.Array], list[int]]:
+        """Start and sizes of a tile's slice."""
+
+    def load(self, plan: NativePlan, leaves: Leaves, index: NativeTileIndex) -> Leaves:
+        return (lax.dynamic_slice(leaves[0], *self._slice(plan, leaves[0], index)),)
+
+    def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
+        start, sizes = self._slice(plan, gradients[0], index)
+        current = lax.dynamic_slice(gradients[0], start, sizes)
+        return (lax.dynamic_update_slice(gradients[0], current + slices[0], start),)
+
+
 @dataclasses.dataclass(frozen=True)
-class ArrayTiles(TileBias):
+class ArrayTiles(_SlicedBias):
     """An array that broadcasts to [B, H, T, S], laid out as [batch · kv heads, G, T, S], each 1 or all.
 
     Attributes:
@@ -58,22 +74,13 @@ class ArrayTiles(TileBias):
     by_q: bool
     by_kv: bool
 
-    def load(self, plan: NativePlan, leaves: Leaves, index: NativeTileIndex) -> Leaves:
-        start, sizes = self._window(plan, leaves[0], index)
-        return (lax.dynamic_slice(leaves[0], start, sizes),)
-
-    def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
-        start, sizes = self._window(plan, gradients[0], index)
-        current = lax.dynamic_slice(gradients[0], start, sizes)
-        return (lax.dynamic_update_slice(gradients[0], current + slices[0], start),)
-
     def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         bias = slices[0].astype(jnp.float32)  # [P or 1, G or 1, bq or 1, bk or 1]
         bias = jnp.broadcast_to(bias, (bias.shape[0], plan.G, plan.bq, bias.shape[3]))
         bias = reshaped(bias, bias.shape[0], plan.R, bias.shape[3])
         return scores + (bias.swapaxes(1, 2) if index.transposed else bias)
 
-    def _window(self, plan: NativePlan, leaf: jax.Array, index: NativeTileIndex) -> tuple[list[jax.Array], list[int]]:
+    def _slice(self, plan: NativePlan, leaf: jax.Array, index: NativeTileIndex) -> tuple[list[jax.Array], list[int]]:
         first = index.group * plan.problems_per_tile
         b, k = quotient_and_remainder(first, plan.K)
         problem = (b if self.batch != 1 else 0) * self.heads + (k if self.heads > 1 else 0)
@@ -84,20 +91,11 @@ class ArrayTiles(TileBias):
 
 
 @dataclasses.dataclass(frozen=True)
-class DistanceTiles(TileBias):
+class DistanceTiles(_SlicedBias):
     """A bias by head and distance: a table [H, T + S − 1 and padding], of which a tile needs a slice [H, bq + bk].
 
     The tile is a Toeplitz matrix of the slice, made by copying without a gather (`_toeplitz`).
     """
-
-    def load(self, plan: NativePlan, leaves: Leaves, index: NativeTileIndex) -> Leaves:
-        size = (plan.H, plan.bq + plan.bk)
-        return (lax.dynamic_slice(leaves[0], self._start(plan, index), size),)
-
-    def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
-        start = self._start(plan, index)
-        current = lax.dynamic_slice(gradients[0], start, slices[0].shape)
-        return (lax.dynamic_update_slice(gradients[0], current + slices[0], start),)
 
     def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         k = (index.group * plan.problems_per_tile + jnp.arange(plan.problems_per_tile)) % plan.K
@@ -105,10 +103,10 @@ class DistanceTiles(TileBias):
         tile = reshaped(_toeplitz(distances, plan.bq, plan.bk), plan.problems_per_tile, plan.R, plan.bk)
         return scores + (tile.swapaxes(1, 2) if index.transposed else tile)
 
-    def _start(self, plan: NativePlan, index: NativeTileIndex) -> list[jax.Array]:
+    def _slice(self, plan: NativePlan, leaf: jax.Array, index: NativeTileIndex) -> tuple[list[jax.Array], list[int]]:
         # The tile's least kv − q, counted from −(nq · bq − 1).
         least = index.kv_tile * plan.bk - (index.q_tile * plan.bq + plan.bq - 1)
-        return plan.indices(0, least + plan.nq * plan.bq - 1)
+        return plan.indices(0, least + plan.nq * plan.bq - 1), [plan.H, plan.bq + plan.bk]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.programs.evaluation import evaluate
 from attnops.programs.functions import INDEX, SCORE, Bound, Opaque, as_data, bind_function, name_of
 from attnops.programs.program import Program
 from attnops.programs.pytree import register
@@ -269,7 +268,7 @@ class ScoreProgram(Bias):
     def apply(self, scores: jax.Array, b: Index, h: Index, q: Index, kv: Index) -> jax.Array:
         """See `Bias.apply`."""
         indices = (jnp.asarray(x, jnp.int32) for x in (b, h, q, kv))
-        return jnp.broadcast_to(evaluate(self.program, [scores, *indices], self.data), scores.shape)
+        return jnp.broadcast_to(self.program.evaluate([scores, *indices], self.data), scores.shape)
 
     def __repr__(self) -> str:
         return f"ScoreFn({self.name})"

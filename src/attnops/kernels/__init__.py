@@ -24,6 +24,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 from attnops.kernels.context import TraceContext  # not lazily: its JAX context must exist before the first trace
+from attnops.programs.varying import equally_varying, varies
 
 if TYPE_CHECKING:
     from attnops.kernels.block_maps import map_shape, merged, ragged
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from attnops.kernels.rules import inexact_vjp
     from attnops.kernels.scoring import Scoring, describe, elementwise_bias
     from attnops.kernels.unseen import repair_empty_rows, zero_unseen
-    from attnops.kernels.varying import equally_varying, varies
     from attnops.kernels.vmap import Foldable, folds_batch, one_by_one
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 # Imported at the first use: the dispatcher imports a module of this package, and other modules import the dispatcher.
 _MODULES: Final = (
     "block_maps", "derivatives", "elementwise", "flash", "nograd", "outputs", "padding", "parts", "rules",
-    "scoring", "unseen", "varying", "vmap",
+    "scoring", "unseen", "vmap",
 )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from attnops.dropout import ShiftedKey
 from attnops.kernels.derivatives import Passes, Result, ReverseInputs, Statistics, attend, gradients
 from attnops.kernels.rules import inexact_vjp
-from attnops.kernels.varying import equally_varying
 from attnops.masks import Mask
+from attnops.programs.varying import equally_varying
 from attnops.softmax import Contribution, PartialSoftmax
 
 if TYPE_CHECKING:

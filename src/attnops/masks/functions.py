@@ -12,7 +12,6 @@ import numpy as np
 from attnops.masks.at import at
 from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid
-from attnops.programs.evaluation import evaluate
 from attnops.programs.functions import INDEX, Bound, Opaque, as_data, bind_function, name_of
 from attnops.programs.program import Program
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES
@@ -103,7 +102,7 @@ class MaskProgram(_Function):
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         """See `Mask.allowed`."""
         indices = (jnp.asarray(x, jnp.int32) for x in (b, h, q, kv))
-        return _broadcast_scalar(evaluate(self.program, [*indices], self.data), q, kv)
+        return _broadcast_scalar(self.program.evaluate([*indices], self.data), q, kv)
 
     def __repr__(self) -> str:
         return f"MaskFn({self.name})"

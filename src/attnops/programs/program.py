@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
@@ -128,6 +128,30 @@ class Program:
         """The program's results; ``bind(equation, inputs)`` evaluates an equation."""
         return run(self.equations, dict(zip((*self.inputs, *self.constants), inputs, strict=True)), self.results, bind)
 
+    def evaluate(self, arguments: Sequence[Leaf], data: Sequence[Leaf]) -> jax.Array:
+        """The result of a program of scalars, elementwise; what depends on some dimensions is computed for these alone.
+
+        Args:
+            arguments: arrays that broadcast with one another, in the dtypes of its first inputs.
+            data: the other inputs and the constants; arrays that all elements share.
+
+        Returns:
+            An array of a shape that broadcasts to the arguments'.
+        """
+        read = {*self.results, *(x for equation in self.equations for x in equation.inputs)}
+        arrays = [jnp.asarray(x) for x in arguments]
+        rank = max(x.ndim for x in arrays)
+        # An argument that is not read has no dimensions.
+        is_read = [i in read for i in self.inputs[: len(arrays)]]
+        shapes = [(1,) * (rank - x.ndim) + x.shape if i else (1,) * rank for x, i in zip(arrays, is_read, strict=True)]
+        squeezed = [x.reshape([n for n in shape if n != 1]) if i else x.reshape(-1)[0]
+                    for x, shape, i in zip(arrays, shapes, is_read, strict=True)]  # fmt: skip
+        function = lambda *scalars: self.run([*scalars, *data], bind)[0]  # noqa: E731
+        for axis in reversed(range(rank)):
+            axes = [0 if shape[axis] != 1 else None for shape in shapes]
+            function = function if set(axes) == {None} else jax.vmap(function, axes)
+        return jnp.asarray(function(*squeezed)).reshape(jnp.broadcast_shapes(*shapes))
+
     @property
     def is_structural(self) -> bool:
         """Whether it is compared by what it computes, and holds no function."""
@@ -161,24 +185,17 @@ class Rule(NamedTuple):
     value: Program
     derivative: Program
 
-    def apply(
-        self, inputs: Sequence[Leaf], evaluate: Callable[[Program, list[Leaf]], list[jax.Array]]
-    ) -> list[jax.Array]:
-        """The function on arrays, with this derivative.
-
-        Args:
-            inputs: arrays.
-            evaluate: evaluates a program on such inputs, and on tangents of the floating-point ones.
-        """
+    def apply(self, inputs: Sequence[Leaf]) -> list[jax.Array]:
+        """The function on arrays, with this derivative."""
 
         @jax.custom_jvp
         def function(*given: Leaf) -> list[jax.Array]:
-            return evaluate(self.value, list(given))
+            return self.value.run(given, bind)
 
         @function.defjvp
         def _(given: Leaf, tangents: PyTree) -> tuple[list[jax.Array], list[jax.Array]]:
             moving = [d for x, d in zip(given, tangents, strict=True) if is_floating(x)]
-            return function(*given), evaluate(self.derivative, [*given, *moving])
+            return function(*given), self.derivative.run([*given, *moving], bind)
 
         results: list[jax.Array] = function(*inputs)
         return results
@@ -273,7 +290,7 @@ def bind(equation: JaxprLike, inputs: Sequence[Leaf]) -> Leaf:
         return inputs if equation.primitive.multiple_results else inputs[0]
     rule = getattr(equation, "rule", None)
     if rule is not None:
-        return rule.apply(inputs, lambda program, given: program.run(given, bind))
+        return rule.apply(inputs)
     if equation.primitive.name in _CONTROL and varies(inputs):
         from attnops.programs.control import control_flow
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import jax
@@ -47,13 +48,18 @@ def trace(function: Function, avals: Sequence[Aval], calls: frozenset[str]) -> T
         calls: names of the calls that are inlined.
     """
     closed = jax.make_jaxpr(function)(*avals)
+    return Traced(*_program(closed, calls), list(closed.out_avals), bool(closed.effects))
+
+
+def _program(closed: JaxprLike, calls: frozenset[str]) -> tuple[Program, list[Leaf]]:
+    """A closed jaxpr as a program, and the arrays that it closes over."""
     numbers = itertools.count()
     inputs = [next(numbers) for _ in closed.jaxpr.invars]
     constants = {next(numbers): value for value in closed.consts}
     equations: list[Equation] = []
     results = _inline(closed.jaxpr, [*constants], inputs, numbers, equations, constants, calls)
     program = Program(tuple(inputs), tuple(constants), tuple(needed(equations, results)), tuple(results))
-    return Traced(program, list(constants.values()), list(closed.out_avals), bool(closed.effects))
+    return program, list(constants.values())
 
 
 def _inline(
@@ -98,7 +104,8 @@ def _equation(eqn: JaxprLike, inputs: Sequence[Atom], outputs: tuple[int, ...], 
     params = {} if rule is not None else dict(eqn.params)
     try:
         key: Hashable = _structure(params)
-    except _NotStructural:
+        hash(key)
+    except TypeError:
         key = Unique()
     return Equation(primitive, params, key, tuple(inputs), outputs, shapes, dtypes, rule, is_closed)
 
@@ -133,30 +140,18 @@ def _rule(eqn: JaxprLike, calls: frozenset[str]) -> tuple[Rule | None, bool]:
 
 def closed_program(closed: JaxprLike, calls: frozenset[str]) -> Program | None:
     """A jaxpr as a program; None if it closes over arrays, which kernels don't support."""
-    if closed.consts:
-        return None
-    numbers = itertools.count()
-    inputs = [next(numbers) for _ in closed.jaxpr.invars]
-    constants: dict[int, Leaf] = {}
-    equations: list[Equation] = []
-    results = _inline(closed.jaxpr, [], inputs, numbers, equations, constants, calls)
-    if constants:
-        return None
-    return Program(tuple(inputs), (), tuple(needed(equations, results)), tuple(results))
-
-
-class _NotStructural(Exception):
-    """A parameter that can't be compared by what it computes."""
+    program, constants = _program(closed, calls)
+    return None if constants else program
 
 
 _PLAIN: Final = (int, str, bytes, type(None), type(Ellipsis), type, np.dtype, enum.Enum)
 
 
-def _structure(value: object) -> Hashable:
+def _structure(value: Leaf) -> Hashable:
     """The key by which a parameter of a primitive is compared.
 
     Raises:
-        _NotStructural: the parameter holds a function, or a jaxpr that closes over an array.
+        TypeError: the parameter holds a function, or a jaxpr that closes over an array.
     """
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -169,25 +164,11 @@ def _structure(value: object) -> Hashable:
     if isinstance(value, (tuple, list, frozenset)):
         return type(value), tuple(map(_structure, value))
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        program = closed_program(value if hasattr(value, "consts") else _Open(value), frozenset())
+        open_jaxpr = None if hasattr(value, "consts") else SimpleNamespace(jaxpr=value, consts=value.constvars)
+        program = closed_program(open_jaxpr or value, frozenset())
         if program is None or not program.is_structural:
-            raise _NotStructural
+            raise TypeError("a jaxpr that holds functions or arrays is not compared by what it computes")
         return program
-    if callable(value) or isinstance(value, jax.Array) or not _is_hashable(value):
-        raise _NotStructural
+    if callable(value) or isinstance(value, jax.Array):
+        raise TypeError(f"a {type(value).__name__} is not compared by what it computes")
     return type(value), value
-
-
-class _Open:
-    """A jaxpr with the interface of a closed jaxpr."""
-
-    def __init__(self, jaxpr: JaxprLike) -> None:
-        self.jaxpr, self.consts = jaxpr, list(jaxpr.constvars)
-
-
-def _is_hashable(value: object) -> bool:
-    try:
-        hash(value)
-    except TypeError:
-        return False
-    return True

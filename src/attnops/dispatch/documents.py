@@ -115,14 +115,14 @@ def _placed_mask(mask: Any, documents: Documents) -> Mask:
             raise ValueError(f"{mask!r} is a tree of one sequence, but layout='THD' has documents; use layout='BTHD'")
         case At():
             return mask
-        case _Band() | Band() if documents.same:
+        case _Band() if documents.same:
             return mask  # the distance of two tokens of a document is the distance of their indices
     if type(mask).at is Mask.at:
         return mask
     q = _query_positions(mask, documents)
     if getattr(mask, "offset", None) is not None:
         mask = mask.with_offset(None)
-    if isinstance(mask, (_Band, Band)):  # at the keys' indices, which nearly rise from query to query
+    if isinstance(mask, _Band):  # at the keys' indices, which nearly rise from query to query
         placed: Mask = mask.at(q + documents.start)
         return placed
     placed = mask.at(q, documents.kv)
@@ -131,7 +131,7 @@ def _placed_mask(mask: Any, documents: Documents) -> Mask:
 
 def _query_positions(of: Any, documents: Documents) -> Array:
     """By query, its position among the keys of its document."""
-    offset = getattr(of, "offset", 0)
+    offset = 0 if isinstance(of, Band) else getattr(of, "offset", 0)
     if offset is not None and np.shape(offset) != ():
         raise ValueError(
             f"{type(of).__name__}'s offset has shape {np.shape(offset)}, but must be a number with layout='THD'"

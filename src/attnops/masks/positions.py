@@ -142,7 +142,7 @@ class _Band(_Positional):
         yield -FAR if low is None else near(low), FAR if high is None else near(high)
 
     def sees_itself(self) -> bool:
-        if not isinstance(self.offset, int):
+        if not isinstance(self._bound_offset(), int):
             return False
         low, high = self._band(_spread)
         return (low is None or (isinstance(low, int) and low <= 0)) and (

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self, TypeAlias
 
 import jax
 import numpy as np
 
-from attnops.masks.at import at
 from attnops.masks.base import And, Mask, Not, Or
-from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.masks.positions import Full, _Band
 from attnops.masks.tokens import Segments
 
 if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+    from attnops.typing import Leaf
 
 # The lowest and the highest ``i - j`` at which query i sees key j, both included; None where there is no limit. Nothing
 # is seen where the lowest is above the highest.
@@ -92,7 +90,7 @@ class Split(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Band(Mask):
+class Band(_Band):
     """Query i sees key j where ``low <= i - j <= high``, i and j being indices. What `Mask.split` gives.
 
     ::
@@ -111,7 +109,7 @@ class Band(Mask):
     low: int | None
     high: int | None
 
-    axes: ClassVar = {}
+    offset: ClassVar = None  # positions by `at` are those of queries
 
     def __post_init__(self) -> None:
         for name in ("low", "high"):
@@ -124,44 +122,24 @@ class Band(Mask):
         """(low, high)."""
         return self.low, self.high
 
-    def at(self, q_positions: Array | None = None, kv_positions: Array | None = None) -> Mask:
-        """See `Mask.at`."""
-        return at(self, q_positions, kv_positions)
+    def bind(self, B: int, H: int, T: int, S: int) -> Self:
+        return self
 
-    def with_offset(self, offset: Leaf) -> Band:
+    def with_offset(self, offset: Leaf) -> Self:
         """This mask: it has no offset."""
         return self
 
-    def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
-        """See `Mask.allowed`."""
-        seen: BoolArray = (q == q) & (kv == kv)
-        if self.low is not None:
-            seen = seen & (q - kv >= self.low)
-        return seen if self.high is None else seen & (q - kv <= self.high)
+    def _bound_offset(self) -> Leaf:
+        return 0
 
-    def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        """See `Mask.coverage_bounds`."""
-        least, most = grid.difference()
-        low = least if self.low is None else self.low
-        high = most if self.high is None else self.high
-        if self.low is not None and self.high is not None and self.low > self.high:
-            none = (least != least) | (most != most)
-            return CoverageBounds(none, none)
-        return CoverageBounds((most >= low) & (least <= high), (least >= low) & (most <= high))
-
-    def sees_itself(self) -> bool:
-        """See `Mask.sees_itself`."""
-        return (self.low is None or self.low <= 0) and (self.high is None or self.high >= 0)
+    def _limits(self) -> Limits:
+        return self.limits
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        """See `Mask.has_fully_masked_tokens`."""
         # Every query has a key within the band, and every key a query.
         low = -(S - 1) if self.low is None else self.low
         high = T - 1 if self.high is None else self.high
         return not (low <= high and low <= min(0, T - S) and high >= max(0, T - S))
-
-    def __repr__(self) -> str:
-        return f"Band({self.low}, {self.high})"
 
 
 def split(mask: Mask) -> Split:
@@ -221,8 +199,6 @@ def _limits(mask: Mask) -> Limits | None:
     match mask:
         case Full():
             return _EVERYTHING
-        case Band():
-            return mask.limits
         case _Band():
             low, high = mask._limits()
             offset = mask._bound_offset()

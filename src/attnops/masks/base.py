@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops.masks.checks import check_boolean, check_broadcastable
-from attnops.masks.coverage import Coverage, CoverageBounds, Grid
-from attnops.masks.exact_bounds import tight_bounds
+from attnops.masks.coverage import Coverage, CoverageBounds, Grid, tight_bounds
 from attnops.masks.picture import picture, small_picture, text
 from attnops.programs.pytree import equal_leaves, register, replaced
 

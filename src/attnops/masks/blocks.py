@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnops.masks.base import Mask
-from attnops.masks.coverage import Coverage, Grid
-from attnops.masks.exact_bounds import tight_bounds
+from attnops.masks.coverage import Coverage, Grid, tight_bounds
 from attnops.masks.integers import numpy_of
 
 if TYPE_CHECKING:

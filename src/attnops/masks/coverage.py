@@ -11,6 +11,7 @@ import numpy as np
 from attnops.masks.integers import minus, numpy_of
 
 if TYPE_CHECKING:
+    from attnops.masks.base import Mask
     from attnops.typing import Array, BoolArray, Index, Leaf
 
 
@@ -135,3 +136,36 @@ def equal_bounds(q_first: Array, q_last: Array, kv_first: Array, kv_last: Array)
 def below_bounds(first: Array, last: Array, limit: Index) -> CoverageBounds:
     """Bounds for "the number is below ``limit``", from the lowest and highest number of each tile."""
     return CoverageBounds(first < limit, last < limit)
+
+
+def tight_bounds(mask: Mask, grid: Grid) -> CoverageBounds:
+    """`Mask.coverage_bounds` of a bound mask, with its bands (causal, windows) combined exactly.
+
+    Three-valued logic alone makes ``Causal() | ~Causal()`` PARTIAL on the diagonal. Here the range of ``q - kv`` is
+    split where a band begins or ends; between two cuts each band is constant, and a tile's bounds are those of its
+    intervals combined, so that the diagonal is FULL.
+    """
+    bands = list(mask.bands())
+    if len(bands) < 2:
+        return mask.coverage_bounds(grid)
+    lowest, highest = grid.difference()
+    some: BoolArray = np.False_
+    every: BoolArray = np.True_
+    cuts = _sorted([edge for low, high in bands for edge in (low, high + 1)])
+    # The intervals below the first cut, between two cuts, and above the last.
+    for start, stop in zip([None, *cuts], [*cuts, None], strict=True):
+        low = lowest if start is None else numpy_of(lowest, start).maximum(lowest, start)
+        high = highest if stop is None else numpy_of(highest, stop).minimum(highest, stop - 1)
+        occurs = low <= high
+        # An interval that does not occur in a tile is evaluated at its first number, and the result is ignored.
+        bounds = mask.coverage_bounds(dataclasses.replace(grid, within=(low, numpy_of(low, high).maximum(low, high))))
+        some = some | (occurs & bounds.some)
+        every = every & (bounds.all | (np.True_ ^ occurs))
+    return CoverageBounds(some, every)
+
+
+def _sorted(cuts: list[Index]) -> list[Index]:
+    if all(isinstance(cut, int) for cut in cuts):
+        return sorted(set(cuts))
+    xp = numpy_of(*cuts)
+    return list(xp.sort(xp.stack(xp.broadcast_arrays(*cuts)), axis=0))

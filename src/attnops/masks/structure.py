@@ -109,7 +109,7 @@ class Band(_Band):
     low: int | None
     high: int | None
 
-    offset: ClassVar = None  # positions by `at` are those of queries
+    offset: ClassVar = None  # type: ignore[misc]  # none of its own
 
     def __post_init__(self) -> None:
         for name in ("low", "high"):

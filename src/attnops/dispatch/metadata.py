@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Literal, SupportsFloat
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from attnops.dispatch.call import resolve_mode
 from attnops.dispatch.platforms import canonicalize_platform
+from attnops.errors import Reason
 from attnops.models.configs import read, text_config
 from attnops.sharding.axes import BATCH, HEAD, HEAD_DIM, KV_HEAD, KV_HEAD_DIM, KV_LENGTH, QUERY_LENGTH
 from attnops.sharding.call import AttentionShardings
@@ -23,10 +24,15 @@ from attnops.sharding.rules import DEFAULT_RULES, AxisRules
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
+    from attnops.dispatch.operation import BaseOperation
     from attnops.typing import Aval
 
 Layout = Literal["BTHD", "BHTD", "THD"]
 OnUnsupported = Literal["native", "error"]
+
+# The fields that the dispatcher reads for every operation.
+_DISPATCHED: Final = frozenset({"mode", "platform", "on_unsupported", "interpret"})
+_INSTEAD: Final = {"runtime_dtype": "cast its arguments", "mesh": "place its arguments with jax.device_put"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,6 +183,16 @@ class OperationMetadata:
             layout=self.layout,
             mesh=mesh,
         )
+
+    def unread(self, cls: type[BaseOperation]) -> Iterator[Reason]:
+        """A reason for each field that is set, but read neither by the dispatcher nor by the class."""
+        for field in dataclasses.fields(OperationMetadata):
+            value = getattr(self, field.name)
+            if field.name in _DISPATCHED or field.name in cls.reads or value is field.default:
+                continue
+            if field.default is None or value != field.default:
+                instead = _INSTEAD.get(field.name, "leave it out")
+                yield Reason(f"metadata.{field.name}", value, f"{cls.__name__} does not read it", instead)
 
     def replace(self, **changes: Any) -> OperationMetadata:
         """A copy with some fields changed."""

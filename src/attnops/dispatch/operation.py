@@ -17,7 +17,6 @@ from attnops.dispatch.limits import Limits
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.platforms import find_platform
 from attnops.dispatch.request import AttentionRequest, Request, dtype_name
-from attnops.dispatch.unread import unread
 from attnops.dispatch.vocabulary import hint
 from attnops.errors import Reason, UnsupportedError
 from attnops.kernels.nograd import not_differentiable
@@ -285,7 +284,7 @@ class BaseOperation(abc.ABC):
         if limits is not _NO_LIMITS or isinstance(request, AttentionRequest):
             # Limits of an option have no effect where the forward does not name the option itself.
             reasons += [reason for reason in limits.reasons(request) if reason.argument not in unknown]
-        reasons += unread(type(self), self.metadata)
+        reasons += self.metadata.unread(type(self))
         if forward != "native" and not limits.symbolic_reasons(request):
             reasons += border.reasons_of(type(self), "unsupported", lambda: self.unsupported(request))
         return reasons

@@ -34,7 +34,11 @@ def check_class(loaded: object) -> tuple[str, str]:
         if wrong_version[0] or wrong_version[1]:
             return wrong_version
         hash(loaded)
-        return _wrong_names(loaded) or _wrong_attributes(loaded) or _wrong_limits(loaded), ""
+        try:
+            names_of(loaded)
+        except ValueError as error:
+            return str(error), ""
+        return _wrong_attributes(loaded) or _wrong_limits(loaded), ""
     except BaseException as error:  # such as a property of a metaclass
         pass_interrupt(error)
         return f"can't be examined: it raised {type(error).__name__}: {printable(error)}", ""
@@ -71,14 +75,6 @@ def _wrong_version(loaded: type[BaseOperation]) -> tuple[str, str]:
     if old := [name for name in dir(loaded) if name in OF_VERSION_1]:
         return "", f"has {', '.join(old)} of api_version=1, which api_version=2 does not call; upgrade the plugin"
     return "", ""
-
-
-def _wrong_names(loaded: type[BaseOperation]) -> str:
-    try:
-        names_of(loaded)
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _is_attention(loaded: type[BaseOperation]) -> bool:

@@ -97,7 +97,8 @@ class OperationRegistry:
                 return  # its entry point registers it
             if other.operation_class is None or other.operation_class is impl_cls:
                 continue
-            if not (override or other.target == target) and _overlap(impl_cls, other.operation_class):
+            shared = served_platforms(impl_cls) & served_platforms(other.operation_class)
+            if not (override or other.target == target) and shared:
                 raise DuplicateOperationError(
                     f"{distribution} already has {other.target} for {name!r}, and now registers {target} for the same "
                     f"platform; register with override=True to replace it, or use another name"
@@ -251,10 +252,6 @@ class OperationRegistry:
         return [plugin for plugin in named if plugin.overrides or plugin.name not in overriding]
 
 
-def _overlap(cls: type[BaseOperation], other: type[BaseOperation]) -> bool:
-    return bool(served_platforms(cls) & served_platforms(other))
-
-
 def served_platforms(cls: type[BaseOperation], base: type[BaseOperation] | None = None) -> frozenset[str]:
     """The platforms for which ``cls`` has a forward that ``base`` does not have; {"native"} for none."""
     served = set()
@@ -267,44 +264,32 @@ def served_platforms(cls: type[BaseOperation], base: type[BaseOperation] | None 
 
 
 def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOperation]:
-    classes = {plugin: plugin.operation_class for plugin in _distinct(usable)}
-    core = next((cls for plugin, cls in classes.items() if plugin.distribution == CORE), None)
-    serving = [
-        plugin
-        for plugin, cls in classes.items()
-        if cls is not None
-        and platform
-        in served_platforms(cls, core if core is not None and cls is not core and issubclass(cls, core) else None)
-    ]
+    # One plugin per class: a class may be both an entry point and registered by hand.
+    classes = {plugin.operation_class: plugin for plugin in usable if plugin.operation_class is not None}
+    core = next((cls for cls, plugin in classes.items() if plugin.distribution == CORE), None)
+    serving = []
+    for cls in classes:
+        inherits = core is not None and cls is not core and issubclass(cls, core)
+        if platform in served_platforms(cls, core if inherits else None):
+            serving.append(cls)
     if not serving and core is not None:
         return core
-    candidates = serving or list(classes)
-    highest = max(_priority(plugin) for plugin in candidates)
-    best = [plugin for plugin in candidates if _priority(plugin) == highest]
+    candidates = serving or [*classes]
+    highest = max(cls.priority for cls in candidates)
+    best = [cls for cls in candidates if cls.priority == highest]
     if len(best) > 1:
-        names = " and ".join(plugin.name for plugin in best)
-        if len({plugin.name for plugin in best}) == 1:
-            targets = " and ".join(plugin.target for plugin in best)
+        plugins = [classes[cls] for cls in best]
+        if len({plugin.name for plugin in plugins}) == 1:
+            targets = " and ".join(plugin.target for plugin in plugins)
             raise DuplicateOperationError(
-                f"{best[0].distribution} has {targets} for {best[0].operation!r} on {platform}; register one of them "
-                f"with override=True, or under another name"
+                f"{plugins[0].distribution} has {targets} for {plugins[0].operation!r} on {platform}; register one of "
+                f"them with override=True, or under another name"
             )
         raise AmbiguousOperationError(
-            f"{impl_name!r} on {platform} is served by {names} with the same priority={highest}; use one of these "
-            f"names, or disable one with ATTNOPS_DISABLE"
+            f"{impl_name!r} on {platform} is served by {' and '.join(plugin.name for plugin in plugins)} with the same "
+            f"priority={highest}; use one of these names, or disable one with ATTNOPS_DISABLE"
         )
-    picked = best[0].operation_class
-    assert picked is not None
-    return picked
-
-
-def _priority(plugin: Plugin) -> int:
-    return plugin.operation_class.priority if plugin.operation_class is not None else 0
-
-
-def _distinct(usable: list[Plugin]) -> list[Plugin]:
-    """One plugin per class: a class may be both an entry point and registered by hand."""
-    return list({plugin.operation_class: plugin for plugin in usable}.values())
+    return best[0]
 
 
 def _unknown(impl_name: str, operation: str, known: tuple[Plugin, ...]) -> UnknownOperationError:

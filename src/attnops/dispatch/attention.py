@@ -27,7 +27,7 @@ from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.output import OPTIONAL_FIELDS, OperationOutput
 from attnops.partition.boundary import find_boundary
 from attnops.partition.options import CONTRACT
-from attnops.partition.run import run_sharded, run_unsharded
+from attnops.partition.run import run_sharded
 from attnops.sharding.modes import RUNTIME_MODE_TYPES
 from attnops.sharding.specs import create_stable_sharding
 
@@ -263,7 +263,8 @@ class OperationImpl(PartialAttention):
         if boundary is None:
             return super().invoke(forward, function, call, options)
         if boundary.is_nested and self.is_plain(forward):  # JAX has no gradient of a `jax.shard_map` in another
-            return boundary.typed(run_unsharded(boundary, function, call.args, options))
+            args, given = boundary.replicated((call.args, dict(options)))
+            return boundary.typed(function(*args, **given))
         if boundary.sequence:
             on_mesh.gathers(self, boundary.sequence)
 

@@ -30,7 +30,7 @@ Entry = MeshAxes
 
 if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
-    from attnops.typing import Leaf
+    from attnops.typing import Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,16 @@ class Boundary:
     def sequence(self) -> tuple[str, ...]:
         """The mesh axes that the rules give queries or keys."""
         return tuple(get_names_from_partition_spec(self.lengths))
+
+    def replicated(self, tree: PyTree) -> PyTree:
+        """A pytree whose arrays every device has, where axes are explicit.
+
+        JAX has no gradient of `jax.sharding.auto_axes` in `jax.shard_map`.
+        """
+        if not self.is_explicit:
+            return tree
+        spec = PartitionSpec()
+        return jax.tree.map(lambda x: resharded(x, spec, self.mesh) if isinstance(x, jax.Array) else x, tree)
 
     def typed(self, output: OperationOutput) -> OperationOutput:
         """An output resharded to the specs of ``results``, where axes are explicit."""

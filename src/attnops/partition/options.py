@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import jax
@@ -39,10 +39,10 @@ def specs_of_option(
     return jax.tree.map(lambda x: _spec(name, x, axes.get(name), sizes, spec_of), option)
 
 
-def kv_head_axis(name: str, axes: Mapping[str, str]) -> int | None:
-    """The axis of kv heads in an option's arrays; None if they have none."""
-    letters = axes.get(name, "")
-    return letters.index("k") if "k" in letters else None
+def kv_head_axes(options: Iterable[str], axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
+    """The options that are not in the contract and whose arrays have kv heads, by name, with the axis of these."""
+    own = (name for name in options if name not in CONTRACT and "k" in axes.get(name, ""))
+    return tuple((name, axes[name].index("k")) for name in own)
 
 
 def _spec(name: str, x: Leaf, letters: str | None, sizes: Mapping[str, int], spec_of: SpecOf) -> PartitionSpec:

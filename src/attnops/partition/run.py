@@ -20,11 +20,11 @@ from attnops.dropout import ShiftedKey
 from attnops.output import OPTIONAL_FIELDS, OperationOutput
 from attnops.partition.boundary import Boundary, Entry
 from attnops.partition.operands import ShardedOperands
-from attnops.partition.options import CONTRACT, kv_head_axis, specs_of_option
+from attnops.partition.options import CONTRACT, kv_head_axes, specs_of_option
 from attnops.partition.program import ShardedProgram, compiled, first_index, program_key
 from attnops.partition.shards import Shard, shard_of, specs_of
 from attnops.sharding.mesh import mesh_arguments
-from attnops.sharding.placing import placed, resharded
+from attnops.sharding.placing import placed
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf, Options, PyTree
@@ -109,7 +109,7 @@ def run_on_shards(
     sizes = {"b": args[0].shape[0], "h": args[0].shape[2], "k": kv_heads}
     specs = option_specs(entries, sizes, options, option_axes)
     operands = ShardedOperands(args, options, {"args": arg_specs, **specs})
-    template, kv_options = operands.template, () if boundary.kv_heads == heads else by_kv_head(options, option_axes)
+    template, kv_options = operands.template, () if boundary.kv_heads == heads else kv_head_axes(options, option_axes)
 
     def local(*arrays: Leaf) -> tuple[Leaf, ...]:  # holds no operand
         given, rest = template.filled(arrays)
@@ -131,34 +131,6 @@ def run_on_shards(
     run = compiled(program) if key is not None else program.compiled()
     moved = [placed(x, spec, boundary.mesh) for x, spec in zip(operands.arrays, operands.specs, strict=True)]
     return run(*moved)  # type: ignore[no-any-return]
-
-
-def by_kv_head(options: Options, option_axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    axes = ((name, kv_head_axis(name, option_axes)) for name in options if name not in CONTRACT)
-    return tuple((name, axis) for name, axis in axes if axis is not None)
-
-
-def run_unsharded(
-    boundary: Boundary, function: Callable[..., OperationOutput], args: tuple[Leaf, Leaf, Leaf], options: Options
-) -> OperationOutput:
-    """``function(*args, **options)``, which is plain JAX, partitioned by JAX's compiler.
-
-    With explicit axes all devices compute all of it, since JAX has no gradient of `jax.sharding.auto_axes` in
-    `jax.shard_map`.
-
-    Args:
-        boundary: how the call is sharded; an enclosing `jax.shard_map` uses some of its mesh's axes.
-        function: a forward.
-        args: query [B, T, H, D], key [B, S, K, D], value [B, S, K, Dv].
-        options: the contract's options, bound.
-    """
-    if not boundary.is_explicit:
-        return function(*args, **options)
-    given = {"args": args, **options}
-    replicated = jax.tree.map(
-        lambda x: resharded(x, PartitionSpec(), boundary.mesh) if isinstance(x, jax.Array) else x, given
-    )
-    return function(*replicated.pop("args"), **replicated)
 
 
 def option_specs(

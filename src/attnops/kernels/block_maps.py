@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 import numpy as np
 
 from attnops.masks import Coverage, Mask, block_map
+from attnops.masks.integers import numpy_of
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from attnops.typing import Array
 
 
@@ -31,7 +29,7 @@ def ragged(coverage: Array, axis: int, remainder: int) -> Array:
     """
     if not remainder:
         return coverage
-    xp: ModuleType = np if isinstance(coverage, np.ndarray) else jnp
+    xp = numpy_of(coverage)
     size = coverage.shape[axis]
     is_last = (np.arange(size) == size - 1).reshape([-1 if k == axis else 1 for k in range(coverage.ndim)])
     return xp.where(is_last, xp.minimum(coverage, int(Coverage.PARTIAL)), coverage)
@@ -49,7 +47,7 @@ def merged(coverage: Array, axis: int, size: int) -> Array:
     """
     if coverage.shape[axis] <= size:
         return coverage
-    xp: ModuleType = np if isinstance(coverage, np.ndarray) else jnp
+    xp = numpy_of(coverage)
     shape = list(coverage.shape)
     shape[axis : axis + 1] = [size, shape[axis] // size]
     grouped = coverage.reshape(shape)

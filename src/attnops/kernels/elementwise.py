@@ -34,7 +34,7 @@ from attnops.programs.program import (
 from attnops.programs.varying import equally_varying
 
 if TYPE_CHECKING:
-    from attnops.typing import DType, Function, Index, Leaf
+    from attnops.typing import Function, Index, Leaf
 
 # The first arguments of a function, in this order, followed by its arrays.
 ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")
@@ -43,23 +43,9 @@ AXES: Final = ARGUMENTS[1:]
 # On an index alone, these are cheaper to compute on a tile than a per-token value is to load.
 _CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | IDENTITIES
 # The same on an index and values per sequence, which are scalars on a tile: no per-token value is loaded.
-_OF_ROW: Final = _CHEAP | {
-    "and",
-    "div",
-    "eq",
-    "ge",
-    "gt",
-    "le",
-    "lt",
-    "max",
-    "min",
-    "ne",
-    "not",
-    "or",
-    "rem",
-    "select_n",
-    "sign",
-}
+_OF_ROW: Final = _CHEAP.union(
+    ["and", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "ne", "not", "or", "rem", "select_n", "sign"]
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +215,9 @@ def split_program(
     counted = [*on_tile, *inner, *(equation for equation in before if equation.is_closed)]
     wanted |= {x for equation in on_tile for x in equation.inputs if isinstance(x, int)}
     values = sorted(x for x in wanted if x not in cheap and not _mixes(depends[x]))
-    dtypes = dict.fromkeys(leaf_variables) if leaves is None else _dtypes(leaf_variables, leaves)
+    dtypes: dict[int, Any] = dict.fromkeys(leaf_variables)
+    if leaves is not None:
+        dtypes |= dict(zip(leaf_variables, (leaf.dtype for leaf in leaves), strict=True))
     dtypes |= {x: dtype for equation in before for x, dtype in zip(equation.outputs, equation.dtypes, strict=True)}
     return Elementwise(
         values=tuple(depends[x] for x in values),
@@ -251,10 +239,6 @@ def _is_of_row(equation: Equation, axes: frozenset[str], given: Sequence[frozens
     is_integer = all(jnp.issubdtype(x, jnp.integer) or x == jnp.bool_ for x in equation.dtypes)
     is_cheap = equation.primitive.name in _OF_ROW and equation.is_scalar and is_integer
     return is_cheap and "kv" in axes <= {"b", "kv"} and all(x <= {"b"} for x in given)
-
-
-def _dtypes(variables: Sequence[int], leaves: Sequence[Leaf]) -> dict[int, DType]:
-    return dict(zip(variables, (leaf.dtype for leaf in leaves), strict=True))
 
 
 def _mixes(axes: frozenset[str]) -> bool:

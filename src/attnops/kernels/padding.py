@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.masks.integers import numpy_of
 from attnops.masks.tokens import Segments
 from attnops.output import OperationOutput
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from attnops.typing import Leaf
 
 
@@ -102,7 +101,7 @@ def _padded(x: Leaf, more: int, value: Leaf) -> Leaf:
 
 def _fresh(q_ids: Leaf, kv_ids: Leaf) -> Leaf:
     """An id that no token has: the greatest plus 1, or the least minus 1 if the greatest is the dtype's maximum."""
-    xp: ModuleType = np if isinstance(q_ids, np.ndarray) and isinstance(kv_ids, np.ndarray) else jnp
+    xp = numpy_of(q_ids, kv_ids)
     greatest, least = xp.maximum(q_ids.max(), kv_ids.max()), xp.minimum(q_ids.min(), kv_ids.min())
     largest = min(np.iinfo(x.dtype).max for x in (q_ids, kv_ids))
     return xp.where(greatest < largest, xp.minimum(greatest, largest - 1) + 1, least - 1)

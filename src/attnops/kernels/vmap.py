@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +33,9 @@ class Foldable(abc.ABC):
         return n
 
 
-class HasBatch(Protocol):
-    """A plan: a dataclass with the batch size."""
-
-    @property
-    def B(self) -> int: ...
-
-
-Plan = TypeVar("Plan", bound=HasBatch)
-
-
 def folds_batch(kernel: Function) -> Function:
-    """``kernel(plan, *arguments)``, mapped by `jax.vmap` as one call of a larger batch; ``plan`` is static.
+    """``kernel(plan, *arguments)``, mapped by `jax.vmap` as one call of a larger batch; ``plan``, a dataclass with the
+    batch ``B``, is static.
 
     If `Foldable.most` allows fewer slices, it becomes a loop of such calls.
 
@@ -52,7 +43,7 @@ def folds_batch(kernel: Function) -> Function:
     share one element. The results are such pytrees too, whose first axis is always the batch.
     """
 
-    def mapped(called: Function, plan: Plan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
+    def mapped(called: Function, plan: BackendPlan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
         tree: PyTree
         leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda x: isinstance(x, Foldable))
         batched = tree.flatten_up_to(tuple(in_batched))
@@ -61,7 +52,7 @@ def folds_batch(kernel: Function) -> Function:
         if most < n:
             size = next(size for size in range(most, 0, -1) if n % size == 0)
             return _in_loop(functools.partial(mapped, called, plan, size, in_batched), n // size, in_batched, arguments)
-        larger = dataclasses.replace(plan, B=n * plan.B)  # type: ignore[type-var]
+        larger = dataclasses.replace(plan, B=n * plan.B)
         folded = [_fold(x, b, n, plan.B) for x, b in zip(leaves, batched, strict=True)]
         results = called(larger, *jax.tree.unflatten(tree, folded))
         return jax.tree.map(lambda x: x.reshape(n, plan.B, *x.shape[1:]), results)
@@ -72,7 +63,7 @@ def folds_batch(kernel: Function) -> Function:
 def one_by_one(kernel: Function) -> Function:
     """``kernel(plan, *arguments)``, mapped as a loop, for results that all batches share."""
 
-    def mapped(called: Function, plan: Plan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
+    def mapped(called: Function, plan: BackendPlan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
         def one(arguments: PyTree) -> PyTree:
             leaves, tree = jax.tree.flatten(arguments)
             each = [x[0] if b else x for x, b in zip(leaves, jax.tree.leaves(in_batched), strict=True)]

@@ -28,26 +28,18 @@ def canonicalize_dtype(*args: Leaf, dtype: DTypeLike | None = None, inexact: boo
         ValueError: ``inexact`` and ``dtype`` is integer or boolean; or dtype and every arg is None.
     """
     if dtype is None:
-        given = [_typed(x) for x in args if x is not None]
+        # A sequence stands for the array that it would become.
+        given = [jax.eval_shape(jnp.asarray, x) if isinstance(x, (list, tuple)) else x for x in args if x is not None]
         if not given:
             raise ValueError(
                 f"dtype=None and none of the {len(args)} args is an array, so that no dtype can be inferred; "
                 "pass dtype or at least one array"
             )
         inferred = jnp.result_type(*given)
-        return jnp.dtype("float32") if inexact and not _is_inexact(inferred) else inferred
-    if inexact and not _is_inexact(dtype):
+        return jnp.dtype("float32") if inexact and not jnp.issubdtype(inferred, jnp.inexact) else inferred
+    if inexact and not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(
             f"Dtype must be inexact: {jnp.dtype(dtype).name} is neither floating nor complex; "
             "pass a dtype such as float32 or bfloat16, or inexact=False"
         )
     return dtype
-
-
-def _typed(x: Leaf) -> Leaf:
-    """``x``; for a sequence, the shape and dtype of the array that it would become."""
-    return jax.eval_shape(jnp.asarray, x) if isinstance(x, (list, tuple)) else x
-
-
-def _is_inexact(dtype: DTypeLike) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact))

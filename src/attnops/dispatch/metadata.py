@@ -136,10 +136,10 @@ class OperationMetadata:
         for each in [config] if inner is config else [config, inner]:
             is_model = read(each, "model_type", "vocab_size") is not None
             for field, names in CONFIG_NAMES.items():
-                for name, convert in names.items():
+                for name in names:
                     value = None if is_model and name == "logits_soft_cap" else read(each, name)
                     if value is not None:
-                        values[field] = convert(value)
+                        values[field] = _CONVERTED[name](value) if name in _CONVERTED else value
                         break
         return cls(**(values | overrides))
 
@@ -199,38 +199,24 @@ class OperationMetadata:
         return dataclasses.replace(self, **changes)
 
 
-def _same(value: object) -> object:
-    return value
-
-
-def _cap(value: float) -> float | None:
-    return value or None  # some configs write "no cap" as 0
-
-
-# The names that model configs use for a field, in order of precedence, and how their values are converted.
-CONFIG_NAMES: dict[str, dict[str, Callable[[Any], object]]] = {
-    "runtime_dtype": {"runtime_dtype": _same, "attn_dtype": _same},
-    "softmax_scale": {
-        "softmax_scale": _same,
-        "attention_multiplier": _same,  # Granite
-        "query_pre_attn_scalar": lambda value: value**-0.5,  # Gemma 2 and 3
-    },
-    "logits_soft_cap": {
-        "logits_soft_cap": _cap,
-        "attn_logit_softcapping": _cap,  # Gemma 2
-    },
-    "dropout_prob": {
-        "dropout_prob": _same,
-        "attention_dropout": _same,  # Llama and most others
-        "attention_probs_dropout_prob": _same,  # BERT
-        "attn_pdrop": _same,  # GPT-2
-    },
+# The names that model configs use for a field, in order of precedence.
+CONFIG_NAMES: Final[dict[str, tuple[str, ...]]] = {
+    "runtime_dtype": ("runtime_dtype", "attn_dtype"),
+    "softmax_scale": ("softmax_scale", "attention_multiplier", "query_pre_attn_scalar"),  # Granite; Gemma 2 and 3
+    "logits_soft_cap": ("logits_soft_cap", "attn_logit_softcapping"),  # Gemma 2
+    # Llama and most others; BERT; GPT-2.
+    "dropout_prob": ("dropout_prob", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop"),
     **{
-        name: {name: _same}
+        name: (name,)
         for name in ("layout", "mode", "platform", "mesh", "axis_rules", "precision", "on_unsupported", "interpret")
     },
-    "block_q": {"block_q": _same, "blocksize_q": _same},
-    "block_k": {"block_k": _same, "blocksize_k": _same},
+    "block_q": ("block_q", "blocksize_q"),
+    "block_k": ("block_k", "blocksize_k"),
+}
+# How a value is converted, by its name in the config. Some configs write "no cap" as 0.
+_CONVERTED: Final[dict[str, Callable[[Any], object]]] = {
+    "query_pre_attn_scalar": lambda value: value**-0.5,
+    **dict.fromkeys(CONFIG_NAMES["logits_soft_cap"], lambda value: value or None),
 }
 
 

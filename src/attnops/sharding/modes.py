@@ -13,14 +13,8 @@ MODE_INSERT: Final = "__insert__"
 
 GENERATION_MODES: Final = frozenset({MODE_DECODE, MODE_INSERT})
 
-_SHORT_NAMES = {
-    "decode": MODE_DECODE,
-    "autoregressive": MODE_DECODE,
-    "prefill": MODE_PREFILL,
-    "train": MODE_TRAIN,
-    "insert": MODE_INSERT,
-}
 _PRINTED = {MODE_DECODE: "decode", MODE_PREFILL: "prefill", MODE_TRAIN: "train", MODE_INSERT: "insert"}
+_SHORT_NAMES = {"autoregressive": MODE_DECODE} | {short: mode for mode, short in _PRINTED.items()}
 
 
 def canonicalize_mode(mode: str) -> RUNTIME_MODE_TYPES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,13 @@ from attnops.masks.base import Dense, Mask
 from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.functions import functions
 from attnops.output import OPTIONAL_FIELDS
+from attnops.partition.options import CONTRACT
 from attnops.sharding.modes import MODE_TRAIN
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.typing import Aval
-
-_NOT_FLAGS: Final = frozenset({"mask", "bias", "softmax_scale", "logits_soft_cap", "sinks", "dropout_key"})
 
 
 class Dimensions(NamedTuple):
@@ -157,7 +156,10 @@ def bind_options(
     B, T, H, D, S, K, Dv = dimensions
     scores = (B, H, T, S)
     mode = resolve_mode(metadata, T, options.pop("mode", None))
-    _check_flags(options)
+    for name in OPTIONAL_FIELDS:
+        flag = options.get(name)
+        if flag is not None and not isinstance(flag, (bool, np.bool_)):
+            raise ValueError(f"{name}={flag!r} must be True or False, known when tracing")
     given = {name: option for name, option in options.items() if option is not None and not _is_off(name, option)}
     for name, check, default in (
         ("softmax_scale", check_scale, metadata.softmax_scale),
@@ -220,16 +222,9 @@ def _describe_bias(bias: jax.Array | Bias) -> dict[str, Any]:
     return {"bias_kind": bias.kind(), **primitives}
 
 
-def _check_flags(options: dict[str, object]) -> None:
-    for name in OPTIONAL_FIELDS:
-        value = options.get(name)
-        if value is not None and not isinstance(value, (bool, np.bool_)):
-            raise ValueError(f"{name}={value!r} must be True or False, known when tracing")
-
-
 def _is_off(name: str, option: object) -> bool:
     """Whether an option is a flag that is not set. False for an array argument is refused, not ignored."""
-    return name not in _NOT_FLAGS and isinstance(option, (bool, np.bool_)) and not option
+    return name not in CONTRACT and isinstance(option, (bool, np.bool_)) and not option
 
 
 def check_array(name: str, x: object) -> jax.Array:

@@ -13,6 +13,7 @@ from attnops.dispatch.forwards import forward_for
 from attnops.errors import UnsupportedError, UnsupportedWarning
 
 if TYPE_CHECKING:
+    from attnops.dispatch.metadata import OperationMetadata
     from attnops.dispatch.operation import BaseOperation
     from attnops.dispatch.request import Request
 
@@ -24,22 +25,17 @@ def decide(operation: BaseOperation, request: Request) -> str:
         UnsupportedError: neither can, or the native one is not allowed; with all reasons.
         PluginError: a method of the operation's class raised, or returned something invalid.
     """
-    return _decide(_OperationKey(operation), request, border.environment_key(operation))
+    key = _OperationKey(type(operation), operation.metadata, operation)
+    return _decide(key, request, border.environment_key(operation))
 
 
+@dataclasses.dataclass(unsafe_hash=True, slots=True)
 class _OperationKey:
     """An operation as a cache key, compared by class and metadata: its own ``__eq__`` may be anything."""
 
-    __slots__ = ("key", "operation")
-
-    def __init__(self, operation: BaseOperation) -> None:
-        self.operation, self.key = operation, (type(operation), operation.metadata)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _OperationKey) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
+    cls: type[BaseOperation]
+    metadata: OperationMetadata
+    operation: BaseOperation = dataclasses.field(compare=False)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -155,10 +155,8 @@ class Limits:
         reasons = self.symbolic_reasons(request)
         if any(is_symbolic(dim) for dim in (request.head_dim, request.value_head_dim)):
             return reasons  # comparisons with symbolic dimensions may be inconclusive
-        dims = {
-            request.value_head_dim: "value_head_dim",
-            request.head_dim: "head_dim",
-        }  # one entry where they are equal
+        # One entry where they are equal.
+        dims = {request.value_head_dim: "value_head_dim", request.head_dim: "head_dim"}
         for dim, name in sorted(dims.items(), key=lambda item: item[1]):
             if self.max_head_dim is not None and dim > self.max_head_dim:
                 reasons.append(Reason(name, dim, f"must be at most {self.max_head_dim}"))

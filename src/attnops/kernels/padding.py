@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from attnops.masks.integers import numpy_of
@@ -92,11 +91,10 @@ def _padded(x: Leaf, more: int, value: Leaf) -> Leaf:
     """``x`` with ``more`` elements of ``value`` appended along its second axis."""
     if not more:
         return x
-    if isinstance(x, np.ndarray) and not isinstance(value, jax.Array):  # stays known when tracing
-        return np.concatenate([x, np.full((x.shape[0], more, *x.shape[2:]), value, x.dtype)], axis=1)
-    x = jnp.asarray(x)
-    end = jnp.broadcast_to(jnp.asarray(value).astype(x.dtype), (x.shape[0], more, *x.shape[2:]))
-    return jnp.concatenate([x, end], axis=1)
+    xp = numpy_of(x, value)
+    x = xp.asarray(x)
+    end = xp.broadcast_to(xp.asarray(value).astype(x.dtype), (x.shape[0], more, *x.shape[2:]))
+    return xp.concatenate([x, end], axis=1)
 
 
 def _fresh(q_ids: Leaf, kv_ids: Leaf) -> Leaf:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,7 @@ from attnops.programs.functions import INDEX, SCORE, Bound, Opaque, as_data, bin
 from attnops.programs.program import Program
 from attnops.programs.pytree import register
 from attnops.programs.tracing import CALLS
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, Function, Index, Leaf, NumpyArray, PyTree
+from attnops.typing import Array, Function, Index, Leaf, NumpyArray, PyTree
 
 __all__ = [
     "ALiBi",

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
-if TYPE_CHECKING:
-    from attnops.typing import Array, Index
+from attnops.typing import Array, Index
 
 __all__ = [
     "ShiftedKey", "dropout_keep", "dropout_mask", "dropout_rows", "dropout_seed", "dropout_step",

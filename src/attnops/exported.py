@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax.export
 
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 Class = TypeVar("Class", bound=type)
 

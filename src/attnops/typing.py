@@ -1,4 +1,4 @@
-"""Names for types that Python's type system can't express exactly. Imported for type checking only."""
+"""Names for types that Python's type system can't express exactly."""
 
 from __future__ import annotations
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from attnops.biases import Bias, function_of
 from attnops.dispatch.call import Call, resolve_mode
@@ -22,11 +23,7 @@ from attnops.masks.functions import functions
 from attnops.output import OPTIONAL_FIELDS
 from attnops.partition.options import CONTRACT
 from attnops.sharding.modes import MODE_TRAIN
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from attnops.typing import Aval
+from attnops.typing import Aval
 
 
 class Dimensions(NamedTuple):

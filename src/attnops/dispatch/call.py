@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnops.sharding.modes import MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
+from attnops.typing import PyTree
 
 if TYPE_CHECKING:
     from attnops.dispatch.metadata import OperationMetadata
     from attnops.dispatch.request import Request
     from attnops.partition.boundary import Boundary
-    from attnops.typing import PyTree
 
 
 class Call(NamedTuple):

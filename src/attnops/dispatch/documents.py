@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,7 @@ from attnops.masks.integers import is_known, numpy_of
 from attnops.masks.positions import _Band
 from attnops.masks.structure import Band
 from attnops.masks.tokens import Segments, cumulative_lengths
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, Index, Leaf
+from attnops.typing import Array, Index, Leaf
 
 NAMES = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k")
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attnops.dispatch.platforms import FORWARD_CHAIN, PLATFORMS
+from attnops.typing import Function, PyTree
 
 if TYPE_CHECKING:
     from attnops.dispatch.operation import BaseOperation
-    from attnops.typing import Function, PyTree
 
-FunctionType = TypeVar("FunctionType", bound="Function")
+FunctionType = TypeVar("FunctionType", bound=Function)
 
 
 def fallback(forward: FunctionType) -> FunctionType:

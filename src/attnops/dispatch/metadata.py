@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, SupportsFloat
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from attnops.dispatch.call import resolve_mode
 from attnops.dispatch.platforms import canonicalize_platform
@@ -20,12 +20,10 @@ from attnops.sharding.call import AttentionShardings
 from attnops.sharding.mesh import current_mesh
 from attnops.sharding.modes import canonicalize_mode, printed_mode
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules
+from attnops.typing import Aval
 
 if TYPE_CHECKING:
-    from jax.sharding import PartitionSpec
-
     from attnops.dispatch.operation import BaseOperation
-    from attnops.typing import Aval
 
 Layout = Literal["BTHD", "BHTD", "THD"]
 OnUnsupported = Literal["native", "error"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Final, final
+from typing import ClassVar, Final, final
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,7 @@ from attnops.dispatch.request import AttentionRequest, Request, dtype_name
 from attnops.dispatch.vocabulary import hint
 from attnops.errors import Reason, UnsupportedError
 from attnops.kernels.nograd import not_differentiable
-
-if TYPE_CHECKING:
-    from attnops.typing import Function, PyTree
+from attnops.typing import Function, PyTree
 
 API_VERSION: Final = 2
 """The version of the plugin API, incremented when a plugin written for the previous one would break.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from attnops.dispatch.call import Call
 from attnops.dispatch.decision import decide
@@ -16,11 +15,7 @@ from attnops.kernels.rules import inexact_vjp
 from attnops.output import OPTIONAL_FIELDS, OperationOutput
 from attnops.partition.options import CONTRACT
 from attnops.softmax import Contribution, PartialSoftmax, contribution
-
-if TYPE_CHECKING:
-    from jax.typing import ArrayLike
-
-    from attnops.typing import PyTree
+from attnops.typing import PyTree
 
 
 class PartialAttention(BaseOperation):

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.sharding.modes import MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode, printed_mode
+from attnops.typing import Aval
 
 if TYPE_CHECKING:
     from attnops.dispatch.source import SourceRequest
     from attnops.masks.structure import MaskStructure
-    from attnops.typing import Aval
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

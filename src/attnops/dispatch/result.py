@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.output import OPTIONAL_FIELDS, OperationOutput
-
-if TYPE_CHECKING:
-    from attnops.typing import Aval
+from attnops.typing import Aval
 
 
 def check_output(name: str, args: tuple[Aval, ...], options: Container[str], result: object) -> OperationOutput:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from attnops.dispatch.attention import OperationImpl
 
-
 SourceType = TypeVar("SourceType", bound="Source")
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from attnops.masks import Coverage, Mask, block_map
 from attnops.masks.integers import numpy_of
-
-if TYPE_CHECKING:
-    from attnops.typing import Array
+from attnops.typing import Array
 
 
 def map_shape(mask: Mask | None, scores: tuple[int, int, int, int]) -> tuple[int, int]:

@@ -7,16 +7,14 @@ Where JAX splits the body of a `jax.lax.scan` into what is known and what is lin
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from attnops.programs.functions import is_staged
-
-if TYPE_CHECKING:
-    from attnops.typing import PyTree
+from attnops.typing import PyTree
 
 Values: TypeAlias = list[Any]
 # Some arrays to some arrays.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,7 @@ from jax.interpreters import ad, batching, mlir
 from attnops.kernels.calls import call
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.softmax import Contribution
-
-if TYPE_CHECKING:
-    from attnops.typing import PyTree
+from attnops.typing import PyTree
 
 # Two arrays, float32 [B, H, T].
 Statistics: TypeAlias = tuple[jax.Array, ...]

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,7 @@ from attnops.programs.program import (
     run,
 )
 from attnops.programs.varying import equally_varying
-
-if TYPE_CHECKING:
-    from attnops.typing import Function, Index, Leaf
+from attnops.typing import Function, Index, Leaf
 
 # The first arguments of a function, in this order, followed by its arrays.
 ARGUMENTS: Final = ("scores", "b", "h", "q", "kv")

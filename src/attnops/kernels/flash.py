@@ -20,10 +20,10 @@ from attnops.kernels.rules import inexact_vjp
 from attnops.masks import Mask
 from attnops.programs.varying import equally_varying
 from attnops.softmax import Contribution, PartialSoftmax
+from attnops.typing import Aval, BackendPlan, DType, Leaf, PyTree
 
 if TYPE_CHECKING:
     from attnops.dispatch.metadata import OperationMetadata
-    from attnops.typing import Aval, BackendPlan, DType, Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from attnops.errors import NotDifferentiableError
-
-if TYPE_CHECKING:
-    from attnops.typing import Function, PyTree
+from attnops.typing import Function, PyTree
 
 Result = TypeVar("Result")
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-if TYPE_CHECKING:
-    from attnops.typing import Aval, DType
+from attnops.typing import Aval, DType
 
 
 def output_like(like: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,9 +10,7 @@ import numpy as np
 from attnops.masks.integers import numpy_of
 from attnops.masks.tokens import Segments
 from attnops.output import OperationOutput
-
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 
 class Padded(NamedTuple):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from attnops.biases import Bias, function_of
 from attnops.kernels.elementwise import ARGUMENTS, AXES, Elementwise, split_program
@@ -18,12 +19,10 @@ from attnops.masks.chosen import Blocks
 from attnops.masks.functions import MaskFn
 from attnops.programs.functions import INDEX, SCORE, Bound
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES, trace
+from attnops.typing import Aval, BoolArray, Index, Leaf, PyTree
 
 if TYPE_CHECKING:
-    from jax.tree_util import PyTreeDef
-
     from attnops.masks import CoverageBounds, Grid
-    from attnops.typing import Aval, BoolArray, Index, Leaf, PyTree
 
 
 class MaskParts(NamedTuple):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from attnops.typing import PyTree
+from attnops.typing import PyTree
 
 
 def inexact_vjp(function: Callable[[PyTree], PyTree], tree: PyTree) -> Callable[[PyTree], PyTree]:

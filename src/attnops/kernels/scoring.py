@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -11,9 +10,7 @@ from attnops.biases import ALiBi, Bias, RelativeBias
 from attnops.kernels.elementwise import Elementwise
 from attnops.kernels.parts import of_bias, of_mask
 from attnops.masks import Blocks, Mask
-
-if TYPE_CHECKING:
-    from attnops.typing import Index, Leaf
+from attnops.typing import Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-if TYPE_CHECKING:
-    from attnops.typing import BackendPlan, Function, Leaf, PyTree
+from attnops.typing import BackendPlan, Function, Leaf, PyTree
 
 
 class Foldable(abc.ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import ClassVar, Final, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +15,7 @@ from attnops.masks.integers import LARGEST, as_limits, is_known, minus, numpy_of
 from attnops.masks.picture import text
 from attnops.masks.positions import _number
 from attnops.programs.pytree import replaced
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+from attnops.typing import Array, BoolArray, Index, Leaf
 
 # Doublings for a symbolic number of tokens: they reach the ancestor 2³¹ levels up.
 _MOST_STEPS: Final = 31

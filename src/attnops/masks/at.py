@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid, check_by_token
 from attnops.masks.integers import as_positions
 from attnops.masks.picture import text
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

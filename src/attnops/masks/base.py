@@ -16,11 +16,11 @@ from attnops.masks.checks import check_boolean, check_broadcastable
 from attnops.masks.coverage import Coverage, CoverageBounds, Grid, tight_bounds
 from attnops.masks.picture import picture, small_picture, text
 from attnops.programs.pytree import equal_leaves, register, replaced
+from attnops.typing import Array, BoolArray, Index, Leaf, NumpyArray
 
 if TYPE_CHECKING:
     from attnops.masks.structure import MaskStructure, Split
     from attnops.masks.tokens import Segments
-    from attnops.typing import Array, BoolArray, Index, Leaf, NumpyArray
 
 
 class Mask(abc.ABC):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from attnops.masks.base import Mask
 from attnops.masks.coverage import Coverage, Grid, tight_bounds
 from attnops.masks.integers import numpy_of
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, Index
+from attnops.typing import Array, Index
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 
 def check_broadcastable(name: str, shape: tuple[int, ...], scores: tuple[int, int, int, int], hint: str) -> None:

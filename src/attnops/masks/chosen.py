@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,7 @@ from attnops.masks.base import Dense, Mask
 from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.masks.integers import check_integers, is_known, numpy_of
 from attnops.masks.picture import text
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

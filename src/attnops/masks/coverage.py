@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from attnops.masks.integers import minus, numpy_of
+from attnops.typing import Array, BoolArray, Index, Leaf
 
 if TYPE_CHECKING:
     from attnops.masks.base import Mask
-    from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 class Coverage(enum.IntEnum):

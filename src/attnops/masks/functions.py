@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,7 @@ from attnops.masks.coverage import CoverageBounds, Grid
 from attnops.programs.functions import INDEX, Bound, Opaque, as_data, bind_function, name_of
 from attnops.programs.program import Program
 from attnops.programs.tracing import CALLS, WITH_DERIVATIVES
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Function, Index, Leaf, PyTree
+from attnops.typing import Array, BoolArray, Function, Index, Leaf, PyTree
 
 # The arguments of a mask's function that precede ``args``: b, h, q, kv.
 _ARGUMENTS: Final = (INDEX,) * 4

@@ -6,16 +6,14 @@ Positions and offsets that int32 does not hold are refused, and so are traced in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from types import ModuleType
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from attnops.typing import Index, Leaf
+from attnops.typing import Index, Leaf
 
 # A limit of this size or more is no limit.
 LARGEST: Final = 2**31 - 1

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
+from attnops.typing import Leaf
+
 if TYPE_CHECKING:
     from attnops.masks.base import Mask
-    from attnops.typing import Leaf
 
 _SMALL = 8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +14,7 @@ from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid, below_bounds, equal_bounds
 from attnops.masks.integers import FAR, as_limits, as_offset, clip_limit, edge_of, farthest, near
 from attnops.masks.picture import text
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

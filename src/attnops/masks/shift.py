@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 
 from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

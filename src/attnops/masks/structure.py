@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Self, TypeAlias
+from typing import ClassVar, Final, NamedTuple, Self, TypeAlias
 
 import jax
 import numpy as np
@@ -12,9 +12,7 @@ import numpy as np
 from attnops.masks.base import And, Mask, Not, Or
 from attnops.masks.positions import Full, _Band
 from attnops.masks.tokens import Segments
-
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 # The lowest and the highest ``i - j`` at which query i sees key j, both included; None where there is no limit. Nothing
 # is seen where the lowest is above the highest.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,9 +13,7 @@ from attnops.masks.base import Mask
 from attnops.masks.coverage import CoverageBounds, Grid, below_bounds, equal_bounds
 from attnops.masks.integers import as_limits, check_integers, ids_as_int32, is_known, numpy_of
 from attnops.masks.picture import text
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+from attnops.typing import Array, BoolArray, Index, Leaf
 
 
 class _Tokens(Mask):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 
 def canonicalize_dtype(*args: Leaf, dtype: DTypeLike | None = None, inexact: bool = True) -> DTypeLike:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,7 @@ from attnops.dispatch.request import Request
 from attnops.dropout import dropout_mask
 from attnops.kernels.unseen import zero_masked_tokens
 from attnops.output import OperationOutput
-
-if TYPE_CHECKING:
-    from attnops.typing import PyTree
+from attnops.typing import PyTree
 
 __all__ = ["VanillaAttention"]
 

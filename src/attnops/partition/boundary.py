@@ -25,12 +25,12 @@ from attnops.sharding.placing import (
 )
 from attnops.sharding.rules import AxisRules
 from attnops.sharding.specs import MeshAxes, MeshLike, correct_spec, names_of
+from attnops.typing import Leaf, PyTree
 
 Entry = MeshAxes
 
 if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
-    from attnops.typing import Leaf, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

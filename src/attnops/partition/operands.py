@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
 
-if TYPE_CHECKING:
-    from jax.tree_util import PyTreeDef
-
-    from attnops.typing import Leaf, Options, PyTree
+from attnops.typing import Leaf, Options, PyTree
 
 # Types of leaves that may be part of a cache key: compared by value.
 _PLAIN: Final = (bool, int, float, str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,7 @@ from jax.sharding import PartitionSpec
 
 from attnops.errors import Reason, UnsupportedError
 from attnops.partition.shards import SpecOf
-
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 # Options of the contract, whose dimensions are known.
 CONTRACT: Final = frozenset({"mask", "bias", "sinks", "dropout_key", "softmax_scale", "logits_soft_cap"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ from attnops.partition.boundary import Boundary, Entry
 from attnops.partition.operands import Template
 from attnops.partition.options import CONTRACT
 from attnops.programs.functions import holds_function
-
-if TYPE_CHECKING:
-    from attnops.typing import Function, Index, Options
+from attnops.typing import Function, Index, Options
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,10 +25,9 @@ from attnops.partition.program import ShardedProgram, compiled, first_index, pro
 from attnops.partition.shards import Shard, shard_of, specs_of
 from attnops.sharding.mesh import mesh_arguments
 from attnops.sharding.placing import placed
+from attnops.typing import Leaf, Options, PyTree
 
 if TYPE_CHECKING:
-    from attnops.typing import Leaf, Options, PyTree
-
     Compute = Callable[[Shard, tuple[PyTree, ...], dict[str, Any]], tuple[Leaf, ...]]
 
 

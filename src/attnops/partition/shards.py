@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,9 +12,7 @@ from jax.sharding import PartitionSpec
 from attnops.biases import Bias, ShiftedBias
 from attnops.masks import Mask
 from attnops.masks.shift import Shifted
-
-if TYPE_CHECKING:
-    from attnops.typing import Index, Leaf
+from attnops.typing import Index, Leaf
 
 
 class Shard(NamedTuple):

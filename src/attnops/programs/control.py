@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 from jax import lax
@@ -11,9 +10,7 @@ from jax import lax
 from attnops.programs.program import bind
 from attnops.programs.tracing import CALLS, closed_program
 from attnops.programs.varying import equally_varying
-
-if TYPE_CHECKING:
-    from attnops.typing import JaxprLike, PyTree
+from attnops.typing import JaxprLike, PyTree
 
 
 def control_flow(name: str, params: dict[str, JaxprLike], inputs: Sequence[jax.Array]) -> list[jax.Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ import numpy as np
 
 from attnops.programs.program import Program
 from attnops.programs.tracing import trace
-
-if TYPE_CHECKING:
-    from attnops.typing import Aval, DType, Function, Leaf
+from attnops.typing import Aval, DType, Function, Leaf
 
 INDEX: Final = jax.ShapeDtypeStruct((), np.int32)
 SCORE: Final = jax.ShapeDtypeStruct((), np.float32)

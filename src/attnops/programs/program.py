@@ -8,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnops.programs.varying import equally_varying, varies
-
-if TYPE_CHECKING:
-    from attnops.typing import DType, Function, JaxprLike, Leaf, PyTree
+from attnops.typing import DType, Function, JaxprLike, Leaf, PyTree
 
 # Primitives that are the identity on scalars.
 IDENTITIES: Final = {

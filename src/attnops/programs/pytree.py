@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from attnops.programs.program import Program
-
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 Node = TypeVar("Node")
 

@@ -6,16 +6,14 @@ import enum
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
 from attnops.programs.program import Atom, Equation, Literal, Program, Rule, Unique, bind, is_floating, needed
-
-if TYPE_CHECKING:
-    from attnops.typing import Aval, Function, JaxprLike, Leaf, PyTree
+from attnops.typing import Aval, Function, JaxprLike, Leaf, PyTree
 
 # Calls that are inlined.
 CALLS: Final = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})

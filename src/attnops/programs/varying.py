@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import jax
 from jax import lax
 
-if TYPE_CHECKING:
-    from attnops.typing import Aval, Leaf, PyTree
+from attnops.typing import Aval, Leaf, PyTree
 
 Tree = TypeVar("Tree")
 

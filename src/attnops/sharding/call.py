@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from attnops.sharding.mesh import get_names_from_partition_spec
 from attnops.sharding.specs import MeshAxes, MeshLike, correct_spec, entry_of, names_of
-
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
 
 from attnops.sharding.specs import MeshLike
-
-if TYPE_CHECKING:
-    from attnops.typing import PyTree
+from attnops.typing import PyTree
 
 
 def create_mesh(

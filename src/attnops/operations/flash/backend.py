@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,7 @@ from attnops.operations.flash.tile_bias import bias_leaves, bias_tiles
 from attnops.operations.flash.tile_schedule import NativeTileSchedule, tile_schedule
 from attnops.operations.flash.tile_sizes import NativeTileSizes, choose_problems_per_tile, choose_tiles, table_row
 from attnops.programs.functions import holds_function, is_staged
-
-if TYPE_CHECKING:
-    from attnops.typing import Array, Function, PyTree
+from attnops.typing import Array, Function, PyTree
 
 # Compiled once for equal plans, also where the caller does not compile.
 _backward = jax.jit(backward, static_argnums=(0, 1, 2))

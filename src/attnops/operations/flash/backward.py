@@ -8,7 +8,7 @@ same order, so that the result is the same at every run. Scores are transposed, 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,7 @@ from attnops.operations.flash.scoring import Numbers
 from attnops.operations.flash.tile import allowed, cap_and_bias_vjp, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
 from attnops.operations.flash.tile_schedule import NativeTileSchedule, for_active_tiles
-
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 
 class NativeInputs(NamedTuple):

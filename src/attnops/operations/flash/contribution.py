@@ -7,7 +7,6 @@ O(T + S) memory. EMPTY tiles are not computed.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,7 @@ from attnops.operations.flash.plan import NativePlan
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
 from attnops.sharding.placing import reshaped
 from attnops.softmax import Contribution
-
-if TYPE_CHECKING:
-    from attnops.typing import Leaf
+from attnops.typing import Leaf
 
 
 def contribution(call: FlashCall, lse: jax.Array, lse_residual: jax.Array) -> Contribution:

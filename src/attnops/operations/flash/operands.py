@@ -7,7 +7,7 @@ every iteration (and narrows it again after a store), so such arrays go through 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,7 @@ from attnops.operations.flash.plan import Index, NativePlan, quotient_and_remain
 from attnops.operations.flash.scoring import NativeScoring, Numbers
 from attnops.operations.flash.tile_bias import Leaves
 from attnops.sharding.placing import reshaped
-
-if TYPE_CHECKING:
-    from attnops.typing import DType
+from attnops.typing import DType
 
 
 class NativeArrays(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Final, Unpack
+from typing import ClassVar, Final, Unpack
 
 import jax
 
@@ -22,9 +22,7 @@ from attnops.operations.flash.contribution import contribution
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
 from attnops.softmax import Contribution, PartialSoftmax
-
-if TYPE_CHECKING:
-    from attnops.typing import PyTree
+from attnops.typing import PyTree
 
 # An array of this many scores or more is too large: 4 GB in float32.
 _LARGE: Final = 1 << 30

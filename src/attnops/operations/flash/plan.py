@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ import numpy as np
 from jax import lax
 
 from attnops.operations.flash.scoring import NativeScoring
-
-if TYPE_CHECKING:
-    from attnops.typing import DType
+from attnops.typing import DType
 
 # An index, static or computed by a loop.
 Index: TypeAlias = jax.Array | int

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.typing import DType, Leaf
+
 if TYPE_CHECKING:
     from attnops.operations.flash.tile_bias import TileBias
-    from attnops.typing import DType, Leaf
 
 
 class Numbers(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,7 @@ from attnops.masks.base import Mask
 from attnops.operations.flash.plan import NativePlan, NativeTileIndex
 from attnops.operations.flash.scoring import NativeScoring
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
-
-if TYPE_CHECKING:
-    from attnops.typing import BoolArray, Leaf
+from attnops.typing import BoolArray, Leaf
 
 
 def apply_cap_and_bias(

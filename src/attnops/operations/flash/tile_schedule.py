@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,7 @@ from jax import lax
 
 from attnops.masks.coverage import Coverage
 from attnops.operations.flash.plan import Index
-
-if TYPE_CHECKING:
-    from attnops.typing import Array
+from attnops.typing import Array
 
 State = TypeVar("State")
 

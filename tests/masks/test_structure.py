@@ -138,3 +138,10 @@ def test_an_unbound_mask_can_not_be_split():
         Causal().split()
     with pytest.raises(ValueError, match=r"Band's low=1\.5 must be an int"):
         Band(1.5, None)
+
+
+def test_a_band_holds_where_differences_of_positions_overflow_int32():
+    far = np.array([1 - 2**31, 2**31 - 1])
+    bound = Band(0, 5).at(far, far).bind(1, 1, 2, 2)
+    seen = bound.allowed(np.array([[0]]), np.array([[0]]), np.arange(2)[:, None], np.arange(2)[None])
+    np.testing.assert_array_equal(seen, np.eye(2, dtype=bool))

@@ -43,7 +43,7 @@ class AttentionShardings:
     @property
     def logsumexp(self) -> PartitionSpec:
         """[B, H, T]."""
-        return PartitionSpec(self._batch, self._heads, self._queries)
+        return self._spec("BHT")
 
     @property
     def scores(self) -> PartitionSpec:
@@ -51,31 +51,31 @@ class AttentionShardings:
 
         Mesh axes that shard the queries do not shard the keys.
         """
-        used = get_names_from_partition_spec((self._batch, self._heads, self._queries))
-        keys = entry_of(name for name in names_of(self._keys) if name not in used)
-        return PartitionSpec(self._batch, self._heads, self._queries, keys)
+        *rows, keys = self._spec("BHTS")
+        used = get_names_from_partition_spec(rows)
+        return PartitionSpec(*rows, entry_of(name for name in names_of(keys) if name not in used))
 
     bias = mask = weights = scores
 
     @property
     def sinks(self) -> PartitionSpec:
         """[H]."""
-        return PartitionSpec(self._heads)
+        return self._spec("H")
 
     @property
     def by_batch(self) -> PartitionSpec:
         """[B]: lengths, cache indices."""
-        return PartitionSpec(self._batch)
+        return self._spec("B")
 
     @property
     def by_query(self) -> PartitionSpec:
         """[B, T]: segment ids and positions of queries."""
-        return PartitionSpec(self._batch, self._queries)
+        return self._spec("BT")
 
     @property
     def by_key(self) -> PartitionSpec:
         """[B, S]: segment ids and positions of keys, and padding masks."""
-        return PartitionSpec(self._batch, self._keys)
+        return self._spec("BS")
 
     def fit(self, spec: PartitionSpec, array: Leaf) -> PartitionSpec:
         """``spec`` corrected for an array whose dimensions may be 1, or not divisible, see `correct_spec`."""
@@ -91,21 +91,12 @@ class AttentionShardings:
             raise ValueError("there is no mesh; set metadata.mesh, or a mesh by jax.set_mesh")
         return NamedSharding(self.mesh, spec)
 
-    @property
-    def _batch(self) -> MeshAxes:
-        return _four(self.query)[0]
-
-    @property
-    def _heads(self) -> MeshAxes:
-        return _four(self.query)[2 if self.layout == "BTHD" else 1]
-
-    @property
-    def _queries(self) -> MeshAxes:
-        return _four(self.query)[1 if self.layout == "BTHD" else 2]
-
-    @property
-    def _keys(self) -> MeshAxes:
-        return _four(self.key)[1 if self.layout == "BTHD" else 2]
+    def _spec(self, letters: str) -> PartitionSpec:
+        """The spec of an array that has these of the dimensions B, T, H and S."""
+        length, heads = (1, 2) if self.layout == "BTHD" else (2, 1)
+        query, key = _four(self.query), _four(self.key)
+        entries = {"B": query[0], "T": query[length], "H": query[heads], "S": key[length]}
+        return PartitionSpec(*(entries[letter] for letter in letters))
 
 
 def _four(spec: PartitionSpec) -> tuple[MeshAxes, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from jax.sharding import PartitionSpec
 
 from attnops.sharding import axes as semantic
-from attnops.sharding.axes import SemanticAxis, ShardingAxes
-from attnops.sharding.modes import GENERATION_MODES, MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES, canonicalize_mode
+from attnops.sharding.axes import DynamicShardingAxes, SemanticAxis, ShardingAxes
+from attnops.sharding.modes import GENERATION_MODES, MODE_DECODE, MODE_TRAIN, canonicalize_mode
 from attnops.sharding.specs import MeshAxes, MeshLike, correct_spec, entry_of, names_of
 
 
@@ -138,11 +138,16 @@ class AxisRules:
         Raises:
             ValueError: an axis or a mode is unknown, or the mode depends on a dimension and ``shape`` is not given.
         """
-        dimensions: Sequence[SemanticAxis] = axes.axes if _has_mode(axes) else axes  # type: ignore[union-attr, assignment]
-        chosen = _mode_of(axes, shape) if mode is None else canonicalize_mode(mode)
+        given: Any = axes if isinstance(axes, (type, DynamicShardingAxes)) else DynamicShardingAxes(axes, MODE_TRAIN)
+        chosen: str | int = given.mode if mode is None else canonicalize_mode(mode)
+        if isinstance(chosen, int):
+            if shape is None:
+                raise ValueError(f"the mode depends on the length of dimension {chosen}; give shape=... or mode=...")
+            chosen = MODE_DECODE if shape[chosen] == 1 else MODE_TRAIN
+        chosen = canonicalize_mode(chosen)
         used: set[str] = set()
         entries = []
-        for axis in dimensions:
+        for axis in given.axes:
             names = tuple(name for name in names_of(self.mesh_axes(axis, chosen)) if name not in used)
             used.update(names)
             entries.append(entry_of(names))
@@ -164,19 +169,6 @@ def _checked(name: str, rule: object) -> MeshAxes:
     if isinstance(rule, (tuple, list)) and all(isinstance(x, str) and x for x in rule) and len(set(rule)) == len(rule):
         return entry_of(tuple(rule))
     raise ValueError(f"{name}={rule!r} must be the name of a mesh axis, a tuple of different ones, or None")
-
-
-def _has_mode(axes: object) -> bool:
-    return isinstance(axes, (type, semantic.DynamicShardingAxes))
-
-
-def _mode_of(axes: ShardingAxes | Sequence[SemanticAxis], shape: Sequence[int] | None) -> RUNTIME_MODE_TYPES:
-    mode = axes.mode if _has_mode(axes) else MODE_TRAIN  # type: ignore[union-attr]
-    if not isinstance(mode, int):
-        return canonicalize_mode(mode)
-    if shape is None:
-        raise ValueError(f"the mode depends on the length of dimension {mode}; give shape=... or mode=...")
-    return MODE_DECODE if shape[mode] == 1 else MODE_TRAIN
 
 
 DEFAULT_RULES: Final = AxisRules()

@@ -142,7 +142,7 @@ MUTANTS = {
         "ring",
     ),
     "new tokens overwrite those before them": Mutant(
-        STORE + "_write", "jnp.where(is_new, given, old)", "given", "op.step + 4 queries + query_lengths"
+        STORE + "Store.write", "jnp.where(is_new, given, old)", "given", "op.step + 4 queries + query_lengths"
     ),
     "scales of new tokens are not stored": Mutant(
         LAYOUT + "encoded",

@@ -165,10 +165,35 @@ class Store:
             is_some = pieces.size > 0
             order = jnp.argsort(~is_some, stable=True)
             pieces, count = Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32)
-        targets = [getattr(self, name) for name in tokens]
-        written = _write(targets, list(tokens.values()), pieces, count, self.layer)
-        changes: dict[str, Any] = dict(zip(tokens, written, strict=True))
-        return dataclasses.replace(self, **changes)
+        T, n, lead = tokens["key"].shape[2], self.slots, () if self.layer is None else (self.layer,)
+        # The window of a piece may begin before its row's first new token, and end after the last.
+        window = min(T, n)
+        before = 0 if T == 1 else window
+        around = (0, 0), (0, 0), (before, before), (0, 0)
+        padded = {name: x if T == 1 else jnp.pad(x, around[: x.ndim]) for name, x in tokens.items()}
+
+        def write_piece(i: jax.Array, arrays: dict[str, Any]) -> dict[str, Any]:
+            row, first, size, block, slot = (x[i] for x in pieces)
+            zero = jnp.int32(0)
+            start = jnp.clip(slot, 0, n - window)
+            shift = slot - start
+            from_token = zero if T == 1 else first - shift + before
+            written = {}
+            for name, new in padded.items():
+                last = new.shape[3:]
+                place = jnp.arange(window, dtype=jnp.int32).reshape(-1, *(1 for _ in last))
+                is_new = (place >= shift) & (place < shift + size)
+                sizes = (1, new.shape[1], window, *last)
+                at = (*lead, block, zero, start, zero)[: arrays[name].ndim]
+                given = lax.dynamic_slice(new, (row, zero, from_token, zero)[: new.ndim], sizes)
+                old = lax.dynamic_slice(arrays[name], at, (*(1 for _ in lead), *sizes))
+                written[name] = lax.dynamic_update_slice(arrays[name], jnp.where(is_new, given, old), at)
+            return written
+
+        arrays = {name: getattr(self, name) for name in padded}
+        if isinstance(count, int) and count == 1:
+            return dataclasses.replace(self, **write_piece(jnp.int32(0), arrays))
+        return dataclasses.replace(self, **lax.fori_loop(jnp.int32(0), jnp.int32(count), write_piece, arrays))
 
     def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
         """New tokens as they are stored, see `TokenLayout.encoded`."""
@@ -196,8 +221,8 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
         shape = () if codec.scales == "tensor" else (K,)
         if given is None:
             raise ValueError(f"{name} is missing: with scales={codec.scales!r} it must be given, float32 {list(shape)}")
-        known = isinstance(given, (int, float, np.ndarray, np.generic, list, tuple))
-        if known and not all(np.isfinite(x) and x > 0 for x in np.asarray(given, np.float32).ravel()):
+        is_known = not isinstance(given, jax.Array)
+        if is_known and not all(np.isfinite(x) and x > 0 for x in np.asarray(given, np.float32).ravel()):
             raise ValueError(f"{name}={given} must be finite and above 0: tokens are stored as x / {name}")
         array = jnp.asarray(given, jnp.float32)
         if array.shape not in (shape, (*lead, *shape)):
@@ -213,45 +238,3 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
         value_scale=None if is_latent else scales("value_scale", tokens.get("value_scale")),
         layout=layout,
     )
-
-
-def _write(
-    targets: list[jax.Array],
-    tokens: list[jax.Array],
-    pieces: Pieces,
-    count: jax.Array | int,
-    layer: jax.Array | None,
-) -> list[jax.Array]:
-    """Each target, [blocks, K, n, d] or [blocks, K, n], with pieces of new tokens, [B, K, T, d] or [B, K, T].
-
-    Only the first ``count`` pieces are written; to one layer of targets with a layer axis in front.
-    """
-    lead = () if layer is None else (layer,)
-    T, n = tokens[0].shape[2], targets[0].shape[len(lead) + 2]
-    # The window of a piece may begin before its row's first new token, and end after the last.
-    window = min(T, n)
-    before = 0 if T == 1 else window
-    around = (0, 0), (0, 0), (before, before), (0, 0)
-    padded = [x if T == 1 else jnp.pad(x, around[: x.ndim]) for x in tokens]
-
-    def piece(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-        row, first, size, block, slot = (x[i] for x in pieces)
-        zero = jnp.int32(0)
-        start = jnp.clip(slot, 0, n - window)
-        shift = slot - start
-        from_token = zero if T == 1 else first - shift + before
-        results = []
-        for array, new in zip(arrays, padded, strict=True):
-            last = new.shape[3:]
-            place = jnp.arange(window, dtype=jnp.int32).reshape(-1, *(1 for _ in last))
-            is_new = (place >= shift) & (place < shift + size)
-            sizes = (1, new.shape[1], window, *last)
-            at = (*lead, block, zero, start, zero)[: array.ndim]
-            given = lax.dynamic_slice(new, (row, zero, from_token, zero)[: new.ndim], sizes)
-            old = lax.dynamic_slice(array, at, (*(1 for _ in lead), *sizes))
-            results.append(lax.dynamic_update_slice(array, jnp.where(is_new, given, old), at))
-        return results
-
-    if isinstance(count, int) and count == 1:
-        return piece(jnp.int32(0), targets)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(count), piece, targets)

@@ -60,7 +60,7 @@ class Planned(NamedTuple):
     """Where new tokens go, and what the rows are after they are written.
 
     Attributes:
-        pieces: where they go; ``row`` is a row of the cache, and ``first`` is 0 for the row's first new token.
+        pieces: where they go.
         fit: how many of each row's tokens fit, int32 [B].
         dropped: whether some token of the row did not fit, bool [B].
         starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
@@ -203,7 +203,7 @@ class Cache(Source):
             UnsupportedError: packed rows on a mesh that shards the context.
         """
         given, placement = self._new(key, value, lengths, rows), self.active_placement
-        return self._append(*given) if placement is None else append_by_shard(placement, self, *given)
+        return self._append(*given) if placement is None else append_by_shard(placement, True, self, *given)[0]
 
     def _new(
         self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
@@ -211,26 +211,25 @@ class Cache(Source):
         """The arguments of `append`, checked; lengths are those of all rows, or None for packed rows."""
         self._check_layer()
         batch = self.batch if rows is None else 1
-        key = self._tokens("key", key, self.head_dim, batch)
-        T, is_latent, values = key.shape[1], self.is_latent, None
-        checked = None if rows is None else check_rows(rows).checked(T, self.batch)
-        self.check_append(T, rows)
-        if is_latent and value is not None:
+        keys = self._tokens("key", key, self.head_dim, batch)
+        T = keys.shape[1]
+        runs = None if rows is None else check_rows(rows).checked(T, self.batch)
+        self.check_run(T, rows, appends=True)
+        if value is None and not self.is_latent:
+            raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
+        if value is not None and self.is_latent:
             raise ValueError(
                 f"value is given, but the cache has latent content: its value is the first {self.value_head_dim} "
                 f"features of the key; leave value out"
             )
-        if not is_latent:
-            if value is None:
-                raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
-            values = self._tokens("value", value, self.value_head_dim, batch)
-            if values.shape[1] != T:
-                raise ValueError(f"value has length {values.shape[1]}, but key has length {T}: they must be equal")
-        if checked is None:
-            return key, values, self.row_lengths("lengths", lengths, T), None
+        values = None if value is None else self._tokens("value", value, self.value_head_dim, batch)
+        if values is not None and values.shape[1] != T:
+            raise ValueError(f"value has length {values.shape[1]}, but key has length {T}: they must be equal")
+        if runs is None:
+            return keys, values, self.row_lengths("lengths", lengths, T), None
         if lengths is not None:
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
-        return key, values, None, checked
+        return keys, values, None, runs
 
     def planned(self, T: int, count: jax.Array | None, rows: Rows | None) -> Planned:
         """Where T tokens per row go, ``count`` of each row real, int32 [B]; or T tokens of packed ``rows``."""
@@ -244,13 +243,13 @@ class Cache(Source):
             count = zeros.at[slots].add(counts)
             starts = zeros.at[slots].add(jnp.where(counts > 0, rows.firsts(T), 0))
         pieces, fit = self.place(T, count, every)
-        return Planned(pieces, fit, fit < wanted, starts)
+        return Planned(pieces.packed(starts), fit, fit < wanted, starts)
 
     @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append`, its arguments checked."""
         planned = self.planned(key.shape[1], count, rows)
-        return self.write(key, value, planned.pieces.packed(planned.starts), rows is not None).grown(planned)
+        return self.write(key, value, planned.pieces, rows is not None).grown(planned)
 
     def grown(self, planned: Planned) -> Self:
         """This cache with the lengths that it has after an append."""
@@ -351,15 +350,13 @@ class Cache(Source):
         changes: dict[str, Any] = {name: jnp.where(chosen, jnp.zeros((), x.dtype), x) for name, x in fields.items()}
         return dataclasses.replace(self, **changes)
 
-    def check_append(self, T: int, rows: Rows | None) -> None:
-        """Raise a `ValueError` if the storage is known not to take so many tokens at once; see `check_queries`."""
-
-    def check_queries(self, T: int, rows: Rows | None) -> None:
-        """Raise a `ValueError` if the storage is known to lack keys that the queries see.
+    def check_run(self, T: int, rows: Rows | None, *, appends: bool) -> None:
+        """Raise a `ValueError` if the storage is known not to take so many tokens or queries of a row at once.
 
         Args:
-            T: queries per row, or N packed queries.
-            rows: which packed queries belong to which row; None for a batch.
+            T: tokens or queries per row; with ``rows`` N, packed.
+            rows: which packed ones belong to which row; None for a batch.
+            appends: whether tokens are appended, and not queries given.
         """
 
     def mask(self, mask: Mask | None) -> Mask | None:
@@ -385,7 +382,6 @@ class Cache(Source):
         Raises:
             ValueError: they are not integers [B], or known to be outside 0 … T.
         """
-        self._check_layer()
         if lengths is None:
             return jnp.full((self.batch,), T, jnp.int32)
         if isinstance(lengths, (int, list, tuple, np.ndarray, np.generic)):

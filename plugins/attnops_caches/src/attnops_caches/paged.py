@@ -279,6 +279,3 @@ class PagedCache(StoredCache):
         before = self.copied[(*lead, source)]
         origins = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
         return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied), copied=origins)
-
-    def _of_layer(self) -> dict[str, jax.Array]:
-        return self._rows() | {"copied": self.copied}

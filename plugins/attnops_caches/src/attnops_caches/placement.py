@@ -27,12 +27,12 @@ from attnops.sharding.modes import MODE_DECODE
 from attnops.sharding.placing import explicit_names, of_axes, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules, MeshAxes
 from attnops.sharding.specs import MeshLike
-from attnops_caches.store import NewTokens, Pending
+from attnops_caches.store import NewTokens
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
     from attnops_caches.base import CacheType
-    from attnops_caches.stored import StoredCache, StoredType
+    from attnops_caches.stored import StoredCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,42 +197,38 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
     return dividing_axes(mesh, frozenset(name for name, n in mesh.shape.items() if n > 1) - manual_axes(), entry, size)
 
 
-def append(placement: Placement, cache: CacheType, *given: Any) -> CacheType:
-    """`Cache.append` on a mesh, given what `Cache._new` returns: each device writes to its rows, heads and slots.
+def append(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
+    """An append on a mesh: each device's tokens go to its rows, heads and slots.
+
+    Args:
+        placement: how the cache is sharded.
+        writes: whether the tokens are written, as `Cache.append` does; else it is `StoredCache.pending`.
+        *call: the cache, and what `Cache._new` returns.
+
+    Returns:
+        The cache after it; the new tokens unless they are written.
 
     Raises:
-        UnsupportedError: packed rows, and a context that is sharded.
+        UnsupportedError: packed rows, and a context that is sharded. Of tokens that are not written: the context is
+            sharded; or rows are packed, and the rows of the cache are sharded.
     """
-    if given[-1] is not None:
+    is_packed = call[-1] is not None
+    if writes and is_packed:
         check_packed(placement)
-    held, grown, store = _on_shards(placement, True, cache, *given)
-    result: CacheType = dataclasses.replace(held, store=store, **grown)
-    return result
-
-
-def pending(placement: Placement, cache: StoredType, *given: Any) -> Pending[StoredType]:
-    """`StoredCache.pending` on a mesh, given what `Cache._new` returns: each device's new tokens.
-
-    Raises:
-        UnsupportedError: the context is sharded; or rows are packed, and the rows of the cache are sharded.
-    """
-    batch = None if given[-1] is None else placement.batch
-    for what, axes in ("context of each row", placement.slots), ("rows", batch):
+    kept_whole = ("context of each row", placement.slots), ("rows", placement.batch if is_packed else None)
+    for what, axes in () if writes else kept_whole:
         if axes is not None:
             reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
             raise UnsupportedError(f"tokens that a kernel would write:\n  - {reason}", [reason])
-    cache, grown, new = _on_shards(placement, False, cache, *given)
-    return Pending(dataclasses.replace(cache, **grown), new)
-
-
-def _on_shards(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any, Any]:
-    """The cache, placed on the mesh; and what `_of_shard` returns of every device's shard of it."""
-    moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
-    return moved[0], *_on_placed_shards(placement, writes, *moved)
+    cache, *given = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
+    grown, changed = _on_shards(placement, writes, cache, *given)
+    grown |= {"store": changed} if writes else {}
+    return dataclasses.replace(cache, **grown), None if writes else changed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_placed_shards(placement: Placement, writes: bool, *call: Any) -> Any:
+def _on_shards(placement: Placement, writes: bool, *call: Any) -> Any:
+    """What `_of_shard` returns of every device's shard."""
     specs = _specs(placement, call)
     changed = specs[0].store if writes else placement.specs_of_new(call[0], call[-1] is not None)
     # Nothing is differentiated, and loops may have carries that don't vary as the check wants.

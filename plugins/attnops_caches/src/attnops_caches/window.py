@@ -36,8 +36,8 @@ class WindowCache(RowCache):
     ``mask & SlidingWindow(window - 1, None)`` were given over a `DenseCache`. Masks and biases with an array by key are
     refused, since positions grow beyond the slots.
 
-    An append of more than ``max_append`` tokens per row raises a `ValueError`; if packed rows are traced, the tokens of
-    a run beyond these don't fit.
+    An append of more than ``max_append`` tokens per row raises a `ValueError`; of traced packed rows, the others don't
+    fit.
 
     Attributes:
         written: one more than the largest index that was ever written, int32 [B].
@@ -84,19 +84,15 @@ class WindowCache(RowCache):
     def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
         return self.lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]
 
-    def check_append(self, T: int, rows: Rows | None) -> None:
-        why = "more would overwrite tokens that a query still sees; append in chunks"
-        self._check_run("tokens are appended", why, T, rows)
-
-    def check_queries(self, T: int, rows: Rows | None) -> None:
-        why = "it no longer has all tokens that the first of them sees; call it with the queries of one append"
-        self._check_run("queries of a row are given", why, T, rows)
-
-    def _check_run(self, what: str, why: str, T: int, rows: Rows | None) -> None:
+    def check_run(self, T: int, rows: Rows | None, *, appends: bool) -> None:
         most = T if rows is None else 0
         if rows is not None and not isinstance(rows.starts, jax.Array):  # as far as it is known when tracing
             most = int(np.diff(np.asarray(rows.starts).astype(np.int64)).max(initial=0))
         if self.max_append < most:
+            what, why = "tokens are appended", "more would overwrite tokens that a query still sees; append in chunks"
+            if not appends:
+                what = "queries of a row are given"
+                why = "it no longer has all tokens that the first of them sees; call it with the queries of one append"
             raise ValueError(
                 f"{most} {what} at once, but the cache was created with max_append={self.max_append}: {why}, or "
                 f"create it with more"

@@ -66,7 +66,7 @@ def bind_cached(
     if rows is not None and query_lengths is not None:
         raise ValueError("rows and query_lengths are both given: packed rows have their lengths in rows.starts")
     scores = _scores(query, cache, query_lengths, rows, lengths)
-    cache.check_queries(query.shape[1], rows)
+    cache.check_run(query.shape[1], rows, appends=False)
     mask, bias = options.get("mask"), options.get("bias")
     if mask is not None and not isinstance(mask, Mask):
         mask = bind_mask(mask, scores.shape)

@@ -134,8 +134,7 @@ class PagePool:
             lengths: integers [R]. A traced negative number leaves the row as it is, `ok` False.
 
         Raises:
-            TypeError: they are not integers.
-            ValueError: they are not of shape [R], or one that is known when tracing is negative.
+            TypeError, ValueError: they are not integers of shape [R], or one that is known when tracing is negative.
         """
         return _reserve(self, self._lengths(lengths))
 
@@ -146,8 +145,7 @@ class PagePool:
             rows: bool [R], the rows to empty.
 
         Raises:
-            TypeError: they are not booleans.
-            ValueError: they are not of shape [R].
+            TypeError, ValueError: they are not booleans of shape [R].
         """
         rows = array(rows)
         if rows.dtype != bool:
@@ -171,8 +169,7 @@ class PagePool:
             The pool, and the copies, an entry for each row.
 
         Raises:
-            TypeError: they are not integers.
-            ValueError: they are not of shape [R], or one that is known when tracing is negative.
+            TypeError, ValueError: they are not integers of shape [R], or one that is known when tracing is negative.
         """
         return _truncate(self, self._lengths(lengths))
 
@@ -195,9 +192,8 @@ class PagePool:
             The pool, and the copies, at most one for each entry.
 
         Raises:
-            TypeError: they are not integers.
-            ValueError: they are not of one shape [N]; or, of ids known when tracing, one is neither -1 nor a row, or a
-                row is its own source.
+            TypeError, ValueError: they are not integers of one shape [N]; or, of ids known when tracing, one is neither
+                -1 nor a row, or a row is its own source.
         """
         source, target = pairs(source, target, what=": entry i makes row target[i] a copy of row source[i]")
         for name, ids in (("source", source), ("target", target)):

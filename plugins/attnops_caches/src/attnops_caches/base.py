@@ -56,22 +56,6 @@ class Contents(NamedTuple):
     held: jax.Array
 
 
-class Planned(NamedTuple):
-    """Where new tokens go, and what the rows are after they are written.
-
-    Attributes:
-        pieces: where they go.
-        fit: how many of each row's tokens fit, int32 [B].
-        dropped: whether some token of the row did not fit, bool [B].
-        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
-    """
-
-    pieces: Pieces
-    fit: jax.Array
-    dropped: jax.Array
-    starts: jax.Array | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Cache(Source):
     """Keys and values of earlier tokens, one row per sequence: a pytree of static shapes.
@@ -86,8 +70,7 @@ class Cache(Source):
     is; where its buffers are donated they are updated in place.
 
     The storages of this package are `StoredCache`s. A storage of another layout subclasses this class, and implements
-    ``length``, ``kv_heads``, ``head_dim``, ``value_head_dim``, ``dtype``, `place`, `write`, `read` and `slots`; and
-    `loader`, for native `flash` to read it in place.
+    its abstract methods, and `slots`; and `loader`, for native `flash` to read it in place.
 
     Attributes:
         lengths: indices in use, left padding included, int32 [B].
@@ -106,7 +89,6 @@ class Cache(Source):
     storage: ClassVar[str]
     # Whether positions may exceed the number of slots, so that masks and biases with an array by key have no meaning.
     unbounded: ClassVar[bool] = False
-
     # The fields that have an entry for each row, [B] or [B, …].
     by_row: ClassVar[tuple[str, ...]] = ("lengths", "starts", "overflowed")
     # Whether it is a `StoredCache`, whose tokens kernels may write, and which a mesh may shard.
@@ -231,30 +213,32 @@ class Cache(Source):
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
         return keys, values, None, runs
 
-    def planned(self, T: int, count: jax.Array | None, rows: Rows | None) -> Planned:
-        """Where T tokens per row go, ``count`` of each row real, int32 [B]; or T tokens of packed ``rows``."""
-        every, starts = jnp.arange(self.batch, dtype=jnp.int32), None
-        if rows is None:
-            assert count is not None
-            wanted = count
-        else:
-            slots, zeros = jnp.clip(rows.slots, 0, self.batch - 1), jnp.zeros((self.batch,), jnp.int32)
-            wanted, counts = zeros.at[slots].add(rows.counts(T, self.batch)), rows.first_counts(T, self.batch)
-            count = zeros.at[slots].add(counts)
-            starts = zeros.at[slots].add(jnp.where(counts > 0, rows.firsts(T), 0))
-        pieces, fit = self.place(T, count, every)
-        return Planned(pieces.packed(starts), fit, fit < wanted, starts)
-
     @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append`, its arguments checked."""
-        planned = self.planned(key.shape[1], count, rows)
-        return self.write(key, value, planned.pieces, rows is not None).grown(planned)
+        cache, pieces, *_ = self.grown(key.shape[1], count, rows)
+        return cache.write(key, value, pieces, rows is not None)
 
-    def grown(self, planned: Planned) -> Self:
-        """This cache with the lengths that it has after an append."""
-        lengths, overflowed = self.lengths + planned.fit, self.overflowed | planned.dropped
-        return dataclasses.replace(self, lengths=lengths, overflowed=overflowed)
+    def grown(
+        self, T: int, count: jax.Array | None, rows: Rows | None
+    ) -> tuple[Self, Pieces, jax.Array, jax.Array | None]:
+        """An append of T tokens per row, ``count`` of each real, or of T tokens of packed ``rows``; nothing is written.
+
+        Returns:
+            This cache with the lengths afterwards; where the tokens go; how many of each row's tokens fit, int32 [B];
+            for packed rows, the index of each row's first token among the T, int32 [B].
+        """
+        if rows is None:
+            assert count is not None
+            wanted, starts = count, None
+        else:
+            add = jnp.zeros((self.batch,), jnp.int32).at[jnp.clip(rows.slots, 0, self.batch - 1)].add
+            counts = rows.first_counts(T, self.batch)
+            wanted, count = add(rows.counts(T, self.batch)), add(counts)
+            starts = add(jnp.where(counts > 0, rows.firsts(T), 0))
+        pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
+        lengths, overflowed = self.lengths + fit, self.overflowed | (fit < wanted)
+        return dataclasses.replace(self, lengths=lengths, overflowed=overflowed), pieces.packed(starts), fit, starts
 
     @abc.abstractmethod
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +57,11 @@ class RowCache(StoredCache):
 
         def taken(cache: Self, given: jax.Array) -> Self:
             exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
-            blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
-            fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
+            fields: Any = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
             fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
             fields["overflowed"] |= ~exists
-            store = dataclasses.replace(cache.store, **blocks)  # type: ignore[arg-type]
-            return dataclasses.replace(cache, store=store, placement=kept, **fields)  # type: ignore[arg-type]
+            blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
+            return cache.with_blocks(blocks, placement=kept, **fields)
 
         placement = self.active_placement
         if placement is None:

@@ -78,12 +78,11 @@ class PagedCache(StoredCache):
         Raises:
             ValueError: see `DenseCache.create` and `with_table`.
         """
-        layers = tokens.get("layers")
         store = create_store(check_size("pages", pages), check_size("page_size", page_size), joins=True, **tokens)
-        lead = () if layers is None else (layers,)
-        empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)
-        copied = jnp.full((*lead, pages), -1, jnp.int32)
-        cache = cls(store=store, **create_rows(batch, starts, layers), table=empty, copied=copied)
+        rows = create_rows(check_size("batch", batch), starts, tokens.get("layers"))
+        shape = *rows["lengths"].shape, check_size("max_pages", max_pages)
+        copied = jnp.full((*shape[:-2], pages), -1, jnp.int32)
+        cache = cls(store=store, **rows, table=jnp.full(shape, -1, jnp.int32), copied=copied)
         return cache if table is None else cache.with_table(table)
 
     @property
@@ -107,8 +106,8 @@ class PagedCache(StoredCache):
             return cache
         first = np.repeat(self.pages_of_row * np.arange(self._shards, dtype=np.int32), self.pages_of_row)
         copied = jnp.where(self.copied >= 0, self.copied + first, -1)
-        exists = (self.table >= 0) & (self.table < self.pages_of_row)
-        return dataclasses.replace(cache, table=jnp.where(exists, self.table + self._first_pages, -1), copied=copied)
+        table = jnp.where(self.slots().exists, self.table + self._first_pages, -1)
+        return dataclasses.replace(cache, table=table, copied=copied)
 
     @property
     def _first_pages(self) -> np.ndarray:
@@ -206,8 +205,7 @@ class PagedCache(StoredCache):
         return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
-        blocks: Any = {name: whole(x) for name, x in self.store._blocks().items()}
-        store = dataclasses.replace(self.store, **blocks)
+        store = self.with_blocks({name: whole(x) for name, x in self.store._blocks().items()}).store
         table = whole(jnp.clip(self.table, 0, self.pages - 1)) + store.base
         taken = {name: x[table] for name, x in store.flat_blocks().items()}  # [B, M, K, page, d]
         key, value = store.decoded(taken)
@@ -271,11 +269,11 @@ class PagedCache(StoredCache):
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
         lead = (slice(None),) * (self.lengths.ndim - 1)
-        copied: Any = {
+        blocks = {
             name: jnp.asarray(x).at[(*lead, target)].set(x[(*lead, source)], mode="drop")
             for name, x in self.store._blocks().items()
         }
         # A copy of a copy counts as a copy of the first source.
         before = self.copied[(*lead, source)]
-        origins = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
-        return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied), copied=origins)
+        copied = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
+        return self.with_blocks(blocks, copied=copied)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -151,15 +151,14 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
         ValueError: a cache that can't be sharded; see also the ``create`` of its class.
     """
     shape = jax.eval_shape(create)
-    traced = trace(lambda: jax.tree.leaves(create()), [], CALLS)
     if not getattr(shape, "is_stored", False):
         raise ValueError(f"create made a {type(shape).__name__}, which no mesh shards; make a DenseCache, for example")
+    traced = trace(lambda: jax.tree.leaves(create()), [], CALLS)
     placement = placement_of(shape, mesh, axis_rules)
     specs, tree = jax.tree.flatten(placement.specs(dataclasses.replace(shape, placement=placement)))
     data = [placed(x, PartitionSpec(), mesh) for x in traced.constants]
     made = _compiled(traced.program, tuple(NamedSharding(mesh, spec) for spec in specs))(data)
-    result: CacheType = jax.tree.unflatten(tree, made)
-    return result
+    return jax.tree.unflatten(tree, made)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=128)
@@ -171,24 +170,21 @@ def _compiled(program: Program, shardings: tuple[NamedSharding, ...]) -> Callabl
 def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, is_made: bool = True) -> Placement:
     """The placement that rules give a cache, which may have shapes in place of arrays.
 
-    Axes that an enclosing `jax.shard_map` uses are left out. A cache that is not made for it, ``is_made``, has pages of
-    any row in any place, and masks are bound to all slots of a row: then neither pages nor slots are sharded.
+    Axes that an enclosing `jax.shard_map` uses are left out. Where the cache is not made for it, ``is_made``, pages of
+    any row are in any place, and masks are bound to all slots of a row: neither pages nor slots are sharded.
     """
     if not cache.is_stored:
         return Placement(mesh, None, None, None)
-    held: Any = cache
-    spec = axis_rules.spec([BATCH, KV_HEAD, KV_LENGTH], mode=MODE_DECODE)
-    paged, dense = cache.storage == "PagedCache", cache.storage == "DenseCache"
-    # A number that mesh axes divide if they divide rows and pages.
-    rows = math.gcd(cache.batch, held.store.own_blocks) if paged else cache.batch
-    if held.store.layer is not None:
-        rows = 1  # one layer among the blocks of others
-
+    store = cast("StoredCache", cache).store
+    batch, kv_heads, slots = axis_rules.spec([BATCH, KV_HEAD, KV_LENGTH], mode=MODE_DECODE)
+    is_paged = cache.storage == "PagedCache"
+    # A number that mesh axes divide if they divide rows and pages; of one layer among the blocks of others, 1.
+    rows = 1 if store.layer is not None else math.gcd(cache.batch, store.own_blocks) if is_paged else cache.batch
     return Placement(
         mesh=mesh,
-        batch=_dividing(spec[0], rows, mesh) if is_made or not paged else None,
-        kv_heads=_dividing(spec[1], cache.kv_heads, mesh),
-        slots=_dividing(spec[2], cache.length, mesh) if dense and is_made else None,
+        batch=_dividing(batch, rows, mesh) if is_made or not is_paged else None,
+        kv_heads=_dividing(kv_heads, cache.kv_heads, mesh),
+        slots=_dividing(slots, cache.length, mesh) if cache.storage == "DenseCache" and is_made else None,
     )
 
 

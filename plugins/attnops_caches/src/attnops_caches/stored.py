@@ -129,10 +129,9 @@ class StoredCache(Cache):
         self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
     ) -> Pending[Self]:
         """`pending` on one device, its arguments checked."""
-        planned = self.planned(key.shape[1], count, rows)
-        first, blocks = self._first_new(planned.pieces)
-        new = NewTokens(self.store.encoded(key, value), first, planned.fit, blocks, planned.starts)
-        return Pending(self.grown(planned), new)
+        cache, pieces, fit, starts = self.grown(key.shape[1], count, rows)
+        first, blocks = self._first_new(pieces)
+        return Pending(cache, NewTokens(self.store.encoded(key, value), first, fit, blocks, starts))
 
     def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
         """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
@@ -201,8 +200,11 @@ class StoredCache(Cache):
         check_layer(layer, self.lengths.shape[0])
         new = one._of_layer()
         fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
-        store = dataclasses.replace(self.store, **one.store._blocks())  # type: ignore[arg-type]
-        return dataclasses.replace(self, store=store, **fields)  # type: ignore[arg-type]
+        return self.with_blocks(one.store._blocks(), **fields)
+
+    def with_blocks(self, blocks: dict[str, jax.Array], **fields: Any) -> Self:
+        """This cache with other arrays in its store, by their names, and other fields."""
+        return dataclasses.replace(self, store=dataclasses.replace(self.store, **blocks), **fields)  # type: ignore[arg-type]
 
     def read(self) -> Contents:
         self._check_layer()

@@ -12,7 +12,6 @@ import numpy as np
 from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
-from attnops_caches.base import Planned
 from attnops_caches.dense import RowCache
 from attnops_caches.integers import check_size
 from attnops_caches.layout import TokenOptions
@@ -109,9 +108,11 @@ class WindowCache(RowCache):
         pieces = Pieces(run, zero, before, rows, slot), Pieces(run, before, fit - before, rows, zero)
         return Pieces(*(jnp.concatenate(x) for x in zip(*pieces, strict=True))), fit
 
-    def grown(self, planned: Planned) -> Self:
-        cache = super().grown(planned)
-        return dataclasses.replace(cache, written=jnp.maximum(self.written, cache.lengths))
+    def grown(
+        self, T: int, count: jax.Array | None, rows: Rows | None
+    ) -> tuple[Self, Pieces, jax.Array, jax.Array | None]:
+        cache, pieces, fit, starts = super().grown(T, count, rows)
+        return dataclasses.replace(cache, written=jnp.maximum(self.written, cache.lengths)), pieces, fit, starts
 
     def truncate(self, lengths: ArrayLike) -> Self:
         """See `Cache.truncate`. Taking back more than ``max_append`` tokens sets ``overflowed`` where the ring lost

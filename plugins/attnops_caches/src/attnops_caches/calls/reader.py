@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Unpack
 
-import jax
-
-from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.forwards import keyword_options
 from attnops.dispatch.options import ScoreOptions
-from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason
 
 if TYPE_CHECKING:
+    import jax
+
+    from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache
@@ -160,14 +158,6 @@ def reader_of(operation: OperationImpl, forward: str) -> CacheReader | None:
         if f"forward_{forward}" in vars(cls):
             return None
     return None
-
-
-def may_write(operation: OperationImpl) -> bool:
-    """Whether some step of an operation may be one kernel; False is certain."""
-    if type(operation).chosen is not OperationImpl.chosen:  # `auto`: it picks by the request
-        return (operation.metadata.platform or jax.default_backend()) != "cpu"
-    readers = [reader_of(operation, forward) for forward in {*itertools.chain(*FORWARD_CHAIN.values())}]
-    return any(reader is not None and reader.writes for reader in readers)
 
 
 def in_place_reasons(operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:

@@ -8,6 +8,7 @@ differently, or if rows are packed and it shards the cache's rows.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import check_array, swap_heads
 from attnops.dispatch.decision import decide
+from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.kernels.nograd import without_gradient
 from attnops.sharding.placing import whole
 from attnops_caches.calls.bind import NO_GRADIENT
 from attnops_caches.calls.on_mesh import may_step, run_over_cache
-from attnops_caches.calls.reader import attention_request, may_write, step_reasons
+from attnops_caches.calls.reader import attention_request, reader_of, step_reasons
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-    from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache, CacheType
@@ -103,7 +105,12 @@ def _may_fuse(operation: OperationImpl, cache: Cache, rows: Rows | None) -> bool
     """Whether a kernel may write the tokens; False is certain."""
     placement = cache.placement
     is_sharded = placement is not None and (placement.slots or (rows is not None and placement.batch))
-    return cache.is_stored and not is_sharded and may_write(operation)
+    if is_sharded or not cache.is_stored:
+        return False
+    if type(operation).chosen is not OperationImpl.chosen:  # `auto`: it picks by the request
+        return (operation.metadata.platform or jax.default_backend()) != "cpu"
+    readers = (reader_of(operation, forward) for forward in {*itertools.chain(*FORWARD_CHAIN.values())})
+    return any(reader is not None and reader.writes for reader in readers)
 
 
 def _fused(operation: OperationImpl, call: Call, new: NewTokens, cache: Cache) -> tuple[OperationOutput, Cache] | None:

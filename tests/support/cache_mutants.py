@@ -228,7 +228,7 @@ MUTANTS = {
         f"{name} is dropped when the cache is read": Mutant(
             READ + "arrays_of",
             "options = dict(call.options)",
-            f'options = dict(call.options)\n    options.pop("{name}", None)',
+            f'(options := dict(call.options)).pop("{name}", None)\n    options = options',
             found_by,
         )
         for name, found_by in {

@@ -70,16 +70,12 @@ class CacheLimits:
 
     def reasons(self, cache: CacheRequest) -> list[Reason]:
         """Every limit that reading ``cache`` in place breaks."""
-        named = ("cache", cache.storage, self.storages), ("cache.codec", cache.codec, self.codecs)
-        reasons = [
-            Reason(name, given, f"must be one of {sorted(known)} to be read in place")
-            for name, given, known in named
-            if given and known is not None and given not in known
-        ]
+        reasons = []
+        for name, given, known in ("cache", cache.storage, self.storages), ("cache.codec", cache.codec, self.codecs):
+            if given and known is not None and given not in known:
+                reasons.append(Reason(name, given, f"must be one of {sorted(known)} to be read in place"))
         flags = ("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)
-        return reasons + [
-            Reason(name, given, "is not read in place") for name, given, can in flags if given and not can
-        ]
+        return reasons + [Reason(name, True, "is not read in place") for name, given, can in flags if given and not can]
 
 
 class CacheReader(abc.ABC):
@@ -145,9 +141,8 @@ def attention_request(call: Call) -> AttentionRequest:
 
 
 def reader_of(operation: OperationImpl, forward: str) -> CacheReader | None:
-    """The reader of a forward, from the nearest class in the MRO that declares one; None if there is none.
-
-    A class that defines the forward itself does not inherit a reader.
+    """The reader of a forward, from the nearest class in the MRO that declares one; None without, and for a class that
+    defines the forward itself, which inherits no reader.
     """
     for cls in type(operation).__mro__:
         reader = vars(cls).get("readers", {}).get(forward) or READERS.get(cls, {}).get(forward)
@@ -165,19 +160,14 @@ def in_place_reasons(operation: OperationImpl, forward: str, request: AttentionR
     cache, reader = cache_of(request), reader_of(operation, forward)
     if reader is None:
         return [Reason("cache", cache.storage, f"{type(operation).__name__} has no reader of caches for {forward}")]
-    unknown = request.options - keyword_options(type(reader).attend)
-    reasons = [
-        Reason(option, "given", f"{type(reader).__name__}.attend has no such option") for option in sorted(unknown)
-    ]
+    unknown, rule = request.options - keyword_options(type(reader).attend), "attend has no such option"
+    reasons = [Reason(option, "given", f"{type(reader).__name__}.{rule}") for option in sorted(unknown)]
     reasons += reader.limits.reasons(cache) + operation.own_reasons(forward, request)
     return [*reasons, *reader.unsupported(operation, request)]
 
 
 def step_reasons(operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
-    """Why a step can't write the tokens in its kernel, and appends them before; empty if it can.
-
-    On a mesh, some steps append them before in any case, see `attnops_caches.calls.step`.
-    """
+    """Why a step appends the tokens before its kernel, which can't write them; see also `attnops_caches.calls.step`."""
     reader = reader_of(operation, forward)
     if reader is None or not reader.writes:
         name = type(operation).__name__

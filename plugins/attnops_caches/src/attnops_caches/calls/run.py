@@ -67,15 +67,15 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
             )
     if cache_of(request).is_packed:
         keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
-    options = dict(call.options)
+    options = dict(call.options) | {"mode": request.mode}
+    shape = request.batch, request.heads, request.query_length, request.key_length
     if "mask" in options:
-        shape = request.batch, request.heads, request.query_length, request.key_length
         options["mask"] = by_arrays(by_query(options["mask"], shape))
     bias = options.get("bias")
     if isinstance(bias, SlotBias):
-        array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
+        array = bias.array(*shape)
         options["bias"] = bias.score_fn() if array is None else array
-    return (query, keys, values), options | {"mode": request.mode}
+    return (query, keys, values), options
 
 
 def _over_arrays(operation: OperationImpl, call: Call) -> OperationOutput:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
@@ -85,6 +84,9 @@ class Cache(Source):
     placement: Placement | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     options: ClassVar[frozenset[str]] = frozenset({"query_lengths", "rows"})
+    # The methods of a `Source`, with `run`.
+    bind = bind_cached
+    step = step
     # Its name in requests and limits.
     storage: ClassVar[str]
     # Whether positions may exceed the number of slots, so that masks and biases with an array by key have no meaning.
@@ -98,33 +100,9 @@ class Cache(Source):
         """The static description of this cache in a request."""
         return CacheRequest(storage=self.storage, rows=self.batch, has_loader=type(self).loader is not Cache.loader)
 
-    def bind(self, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
-        """See `attnops.Source.bind`.
-
-        A call over a cache has two options in addition to the operation's. ``query_lengths``, integers [B]: the first
-        ``query_lengths[b]`` queries of row b are real, the others give output 0 and logsumexp −inf; None: all T. Query
-        i of row b is the token of index ``lengths[b] - query_lengths[b] + i``. ``rows``, a `Rows`: the rows are packed,
-        the query is [1, N, H, D], and masks and biases are given for [B, H, N, S]; None for a batch.
-        """
-        return bind_cached(operation.metadata, query, self, dict(options))
-
     def run(self, operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
         """See `attnops.Source.run`: in place where the class has a reader for it, else on the arrays of `read`."""
         return run_over_cache(operation, forward, call)[0]
-
-    def step(
-        self,
-        operation: OperationImpl,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike | None,
-        options: Mapping[str, Any],
-    ) -> tuple[OperationOutput, Self]:
-        """See `attnops.OperationImpl.step`: with ``rows`` query, key and value are [1, N, …], one batch of N tokens.
-
-        Queries of tokens that did not fit see the tokens that did; ``overflowed`` says so.
-        """
-        return step(operation, query, key, value, self, options)
 
     @property
     def batch(self) -> int:

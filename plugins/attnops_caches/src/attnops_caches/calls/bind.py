@@ -7,6 +7,7 @@ So any implementation computes the same from the arrays of ``cache.read()``, see
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -29,6 +30,7 @@ from attnops_caches.scores import ScorePositions, slot_bias, slot_mask
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
+    from attnops.dispatch.attention import OperationImpl
     from attnops_caches.base import Cache
     from attnops_caches.rows import Rows
 
@@ -38,20 +40,19 @@ NO_GRADIENT: Final = (
 )
 
 
-def bind_cached(
-    metadata: OperationMetadata,
-    query: ArrayLike,
-    cache: Cache,
-    options: dict[str, Any],
-) -> Call:
-    """The call of an attention operation over a cache, which already holds the queries' tokens; see `Cache.bind`.
+def bind_cached(cache: Cache, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
+    """See `attnops.Source.bind`: a call over a cache, which already holds the queries' tokens.
 
-    The option ``_lengths``, int32 [B], is the rows' lengths with these queries, if they are not the cache's because
-    some did not fit.
+    It has two options in addition to the operation's. ``query_lengths``, integers [B]: the first ``query_lengths[b]``
+    queries of row b are real, the others give output 0 and logsumexp −inf; None: all T. Query i of row b is the token
+    of index ``lengths[b] - query_lengths[b] + i``. ``rows``, a `Rows`: the rows are packed, the query is [1, N, H, D],
+    and masks and biases are given for [B, H, N, S]; None for a batch. From `step` there is also ``_lengths``, int32
+    [B]: the rows' lengths with these queries, also those that did not fit.
 
     Raises:
         ValueError: arguments that fit no implementation.
     """
+    metadata, options = operation.metadata, dict(options)
     query_lengths, rows, lengths = (options.pop(name, None) for name in ("query_lengths", "rows", "_lengths"))
     query = check_array("query", query)
     if metadata.layout == "BHTD":

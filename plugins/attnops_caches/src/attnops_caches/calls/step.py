@@ -37,14 +37,16 @@ if TYPE_CHECKING:
 
 
 def step(
+    cache: CacheType,
     operation: OperationImpl,
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike | None,
-    cache: CacheType,
     options: Mapping[str, Any],
 ) -> tuple[OperationOutput, CacheType]:
-    """The output and the cache of `Cache.step`, whose arguments these are.
+    """See `attnops.OperationImpl.step`: with ``rows`` query, key and value are [1, N, …], one batch of N tokens.
+
+    Queries of tokens that did not fit see the tokens that did; ``overflowed`` says so.
 
     Raises:
         ValueError: a query of another length than the key; see also `Cache.append`.

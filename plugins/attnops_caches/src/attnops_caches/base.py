@@ -326,12 +326,9 @@ class Cache(Source):
         return mask
 
     def query_positions(self, T: int, query_lengths: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-        """The positions of the last ``query_lengths[b]`` tokens of each row, int32 [B, T]; −1 for padding.
+        """The positions of the last ``query_lengths[b]``, int32 [B], tokens of each row, int32 [B, T]; −1 for padding.
 
-        Args:
-            T: queries per row.
-            query_lengths: int32 [B]; query i is padding from this one on.
-            lengths: the rows' lengths, queries included, int32 [B]; None for the cache's.
+        ``lengths`` are the rows' lengths, queries included, int32 [B]; None for the cache's.
         """
         lengths = self.lengths if lengths is None else lengths
         place = jnp.arange(T, dtype=jnp.int32)
@@ -339,11 +336,7 @@ class Cache(Source):
         return jnp.where((place < query_lengths[:, None]) & (position >= 0), position, -1)
 
     def row_lengths(self, name: str, lengths: ArrayLike | None, T: int) -> jax.Array:
-        """How many of T tokens of each row are real, int32 [B], at most T.
-
-        Raises:
-            ValueError: they are not integers [B], or known to be outside 0 … T.
-        """
+        """How many of T tokens of each row are real, int32 [B], at most T: ``lengths``, checked, or T for None."""
         if lengths is None:
             return jnp.full((self.batch,), T, jnp.int32)
         if isinstance(lengths, (int, list, tuple, np.ndarray, np.generic)):

@@ -30,9 +30,6 @@ def source(
         key: [B, S, K, D]; only its shape and dtype count.
         value_head_dim: Dv; None for D, or the latent.
         options: page_size, codec, scales, latent, and packed, "true" for T queries of all rows in one batch.
-
-    Raises:
-        ValueError: no such cache.
     """
     names = {name.lower().removesuffix("cache"): name for name in STORAGES}
     if (name := names.get(storage.lower().removesuffix("cache"))) is None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.errors import Reason, UnsupportedError
+from attnops.errors import Reason
 from attnops.exported import serialised
 from attnops.sharding.mesh import names_of
 from attnops.sharding.placing import placed, whole
@@ -17,7 +17,7 @@ from attnops_caches.calls.request import CacheRequest
 from attnops_caches.integers import check_size, int32, integers_of_shape, pairs
 from attnops_caches.layout import TokenOptions
 from attnops_caches.masks.slots import Slots
-from attnops_caches.placement import PLACEMENT
+from attnops_caches.placement import PLACEMENT, refusal
 from attnops_caches.store import Pieces, create_store
 from attnops_caches.stored import StoredCache, create_rows
 from attnops_caches.tiles import StoreLoader, TileLoader
@@ -259,12 +259,11 @@ class PagedCache(StoredCache):
         if self.store.layer is not None:
             raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
         if self._shards > 1:
-            reason = Reason(
+            raise refusal("pages can't be copied or forked here", Reason(
                 "placement.batch", names_of(self.placement.batch if self.placement else None),
                 "shards rows and pages, which each shard's pool numbers from 0",
                 "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
-            )  # fmt: skip
-            raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])
+            ))  # fmt: skip
         source, target = map(int32, pairs(copies.source, copies.target, "copies."))
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)

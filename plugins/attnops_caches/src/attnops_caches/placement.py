@@ -61,11 +61,10 @@ class Placement:
         if not manual:
             return self
         if used := [name for name in names_of(self.slots) if name in manual]:
-            reason = Reason(
+            raise refusal("the cache can't be used in this jax.shard_map", Reason(
                 "placement.slots", used, "shards the context, which can't be joined inside a jax.shard_map over it",
                 "call the operation outside of it",
-            )  # fmt: skip
-            raise UnsupportedError(f"the cache can't be used in this jax.shard_map:\n  - {reason}", [reason])
+            ))  # fmt: skip
         entries = self.batch, self.kv_heads, self.slots
         kept = [entry_of(name for name in names_of(entry) if name not in manual) for entry in entries]
         return Placement(self.mesh, *kept) if any(kept) else None
@@ -194,7 +193,8 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
 
 
 def append(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
-    """An append on a mesh: each device's tokens go to its rows, heads and slots.
+    """An append on a mesh: each device's tokens go to its rows, heads and slots. What is sharded otherwise than the two
+    methods allow raises an `UnsupportedError`.
 
     Args:
         placement: how the cache is sharded.
@@ -203,10 +203,6 @@ def append(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
 
     Returns:
         The cache after it; the new tokens unless they are written.
-
-    Raises:
-        UnsupportedError: packed rows, and a context that is sharded. Of tokens that are not written: the context is
-            sharded; or rows are packed, and the rows of the cache are sharded.
     """
     is_packed = call[-1] is not None
     if writes and is_packed:
@@ -215,7 +211,7 @@ def append(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
     for what, axes in () if writes else kept_whole:
         if axes is not None:
             reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
-            raise UnsupportedError(f"tokens that a kernel would write:\n  - {reason}", [reason])
+            raise refusal("tokens that a kernel would write", reason)
     cache, *given = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
     grown, changed = _on_shards(placement, writes, cache, *given)
     grown |= {"store": changed} if writes else {}
@@ -270,8 +266,12 @@ def _grown(cache: StoredCache) -> dict[str, Any]:
 def check_packed(placement: Placement) -> None:
     """Raise an `UnsupportedError` if the context, of packed rows, is sharded."""
     if placement.slots is not None:
-        reason = Reason(
+        raise refusal("packed rows over a context that is sharded", Reason(
             "rows", "packed", f"the mesh axes {', '.join(names_of(placement.slots))} shard the context of each row",
             "give a batch [B, T] with query_lengths; or AxisRules(kv_length=None)",
-        )  # fmt: skip
-        raise UnsupportedError(f"packed rows over a context that is sharded:\n  - {reason}", [reason])
+        ))  # fmt: skip
+
+
+def refusal(what: str, *reasons: Reason) -> UnsupportedError:
+    """The error of what a mesh does not allow."""
+    return UnsupportedError(f"{what}:" + "".join(f"\n  - {reason}" for reason in reasons), reasons)

@@ -27,8 +27,8 @@ class PageCopies(NamedTuple):
     """Pages whose contents must be copied, -1 where there is nothing to copy.
 
     All sources must be read before any target is written: a page may be the source of one copy and the target of
-    another. No page is the target of two. Apply the copies before tokens are appended to any row, and before those of a
-    later call: a source may already be free.
+    another, but of no two. Apply the copies before tokens are appended to any row, and before those of a later call: a
+    source may already be free.
 
     Attributes:
         source: int32 [N], ids of the pages to copy from.
@@ -49,9 +49,8 @@ class PagePool:
     page ``table[r, i // page_size]`` at slot ``i % page_size``. Rows share full pages only: a partial last page, to
     which the next token is written, always has one reference, so that appending never needs a copy.
 
-    Methods return a new pool, whose `ok` is False for rows that could not be served. They work under `jax.jit`, and a
-    pool can be the carry of `jax.lax.scan`; one program serves all values. Memory and time of a call grow as P + R · M
-    (`fork`: P + N · M).
+    Methods return a new pool, whose `ok` is False for rows that could not be served. One program serves all values.
+    Memory and time of a call grow as P + R · M (`fork`: P + N · M).
 
     Attributes:
         table: int32 [R, M], ids of each row's pages in the order of its tokens, -1 where there is none.
@@ -59,7 +58,7 @@ class PagePool:
         free_count: int32 [], how many pages are free.
         references: int32 [P], how many rows hold a page; 0 if it is free.
         lengths: int32 [R], how many tokens, left padding included, each row has pages for.
-        ok: bool [R], whether the last call did what it was asked for a row; True for rows not asked for anything.
+        ok: bool [R], whether the last call did what it was asked for a row, if anything.
         page_size: tokens per page; static.
     """
 
@@ -127,8 +126,8 @@ class PagePool:
     def reserve(self, lengths: Array) -> Self:
         """Give rows the pages that they need for this many tokens; no row shrinks.
 
-        Rows are served in order. A row that would need more than M pages, or more than are left, gets none of them, and
-        its `ok` is False; later rows that need fewer are served.
+        Rows are served in order. A row that needs more than M pages in all, or more than are left, gets none, and its
+        `ok` is False; later rows that need fewer are served.
 
         Args:
             lengths: integers [R]. A traced negative number leaves the row as it is, `ok` False.
@@ -159,8 +158,8 @@ class PagePool:
         """Take the pages beyond these lengths from rows; no row grows.
 
         A page that becomes the partial last one of a row and that other rows hold too is replaced by a fresh one, to
-        which it must be copied. Rows are served in order; if no page is free for a copy, the row is left as it was, and
-        its `ok` is False.
+        which it must be copied. Rows are served in order; if no page is free for the copy, `ok` is False and the row
+        is left as it was.
 
         Args:
             lengths: integers [R]. A traced negative number leaves the row as it is, `ok` False.
@@ -177,11 +176,11 @@ class PagePool:
         """Make rows copies of others: full pages are shared, a partial last page is copied to a fresh one.
 
         Entries are served in order, so that the target of one may be the source of a later one. The pages of a target
-        are released first. If no page is free for its copy, the target is empty afterwards and its `ok` is False; so is
-        the target of each later entry of the call that has it as its source.
+        are released first. If no page is free for its copy, the target is empty afterwards and its `ok` is False, as is
+        that of each later entry that has it as its source.
 
-        What counts as full is what `lengths` of the pool says: `truncate` a source to the tokens that it holds before
-        forking it, or pages reserved for its next tokens are shared, and both rows write to them.
+        What is full, `lengths` of the pool say: `truncate` a source to the tokens that it holds before forking it, or
+        pages reserved for its next tokens are shared, and both rows write to them.
 
         Args:
             source: integers [N], the rows to copy; -1 for an entry that does nothing.
@@ -308,7 +307,7 @@ def _fork(pool: PagePool, source: jax.Array, target: jax.Array) -> tuple[PagePoo
         carry: tuple[PagePool, jax.Array], entry: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[PagePool, jax.Array], PageCopies]:
         (pool, origin), (s, t) = carry, entry
-        asked = (s != -1) & (t != -1) & (t >= 0) & (t < R)
+        asked = (s != -1) & (t >= 0) & (t < R)
         valid = asked & (s >= 0) & (s < R) & (s != t)
         s, written = jnp.clip(s, 0, R - 1), jnp.where(valid, t, R)  # row R does not exist: mode="drop"
         old = pool.table[jnp.clip(t, 0, R - 1)]

@@ -90,11 +90,7 @@ class ScorePositions:
 
 
 def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
-    """The mask of a call by slot, bound. Arrays by key of the caller's ``mask``, [..., S], are by position.
-
-    Raises:
-        ValueError: it fits no call of this shape, or has an array by key and positions have no limit.
-    """
+    """The mask of a call by slot, bound. Arrays by key of the caller's ``mask``, [..., S], are by position."""
     mask = scores.cache.mask(mask)
     exists = scores.exists()
     if not scores.is_packed:

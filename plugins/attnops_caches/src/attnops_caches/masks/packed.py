@@ -20,7 +20,7 @@ from attnops.programs.pytree import replaced
 from attnops_caches.masks.slots import NO_QUERY, AtSlots, Held, Slots, mapped
 
 if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+    from attnops.typing import BoolArray, Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -131,10 +131,10 @@ class OfRows(Mask):
         return self.mask.allowed(jnp.asarray(self.rows)[b], h, take(self.queries, b, q), kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        return self._taken(self.mask).coverage_bounds(_RowsGrid(**vars(grid), rows=self.rows))  # type: ignore[no-any-return]
+        return self._taken(self.mask).coverage_bounds(grid)
 
-    def _taken(self, mask: Mask) -> Any:
-        """A mask whose arrays are by tile, except those by key, which stay by row."""
+    def _taken(self, mask: Mask) -> Mask:
+        """A mask whose arrays by row or query are by tile."""
         if mask.axes is None:
             return mask
         changes: dict[str, Any] = {}
@@ -147,30 +147,12 @@ class OfRows(Mask):
                 value = jnp.asarray(value)
                 lead = 0 if value.shape[0] == 1 else self.rows[:, None]
                 changes[field.name] = value[lead, self.queries]
-            elif letters.startswith("b") and "s" not in letters and np.ndim(value) and value.shape[0] > 1:
+            elif letters.startswith("b") and np.ndim(value) and value.shape[0] > 1:
                 changes[field.name] = jnp.asarray(value)[self.rows]
         return replaced(mask, changes)
 
     def __repr__(self) -> str:
         return repr(self.mask)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowsGrid(Grid):
-    """A grid in which each batch index, a tile, has the keys of a row.
-
-    Attributes:
-        rows: the row of each tile, int32 [n].
-    """
-
-    rows: Any = None
-
-    def kv_extent(self, values: Leaf) -> tuple[Array, Array]:
-        """See `Grid.kv_extent`; ``values`` are by row."""
-        low, high = super().kv_extent(values)
-        if low.shape[0] == 1:
-            return low, high
-        return jnp.asarray(low)[self.rows], jnp.asarray(high)[self.rows]
 
 
 def by_query(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:

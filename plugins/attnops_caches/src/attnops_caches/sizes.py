@@ -14,8 +14,7 @@ from attnops_caches.layout import TokenOptions, layout_of
 if TYPE_CHECKING:
     from attnops.typing import DType
 
-# Platforms whose arrays have no padding.
-_UNPADDED: Final = ("cpu", "gpu", "cuda", "rocm")
+_PLATFORMS: Final = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
 def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unpack[TokenOptions]) -> int:
@@ -34,8 +33,8 @@ def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unp
         ValueError: see `PagedCache.create`; a platform with another layout.
     """
     platform = jax.default_backend() if platform is None else platform
-    if platform != "tpu" and platform not in _UNPADDED:
-        raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_UNPADDED, 'tpu']} only")
+    if platform not in _PLATFORMS:
+        raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_PLATFORMS]} only")
     layout, K, lead = layout_of(tokens, joins=True)
     shape = K, check_size("page_size", page_size), layout.elements(layout.width)
     size = _stored_bytes(shape, layout.stored_dtype, platform)

@@ -50,8 +50,8 @@ _PACKED: Final = 48
 _KEYS: Final = 512
 _LEAST_KEYS: Final = 128
 # From so many features (K · D) on, tokens of narrow dtypes have tiles of more keys, and the bytes of float32's. One
-# query with 512, 1,024 and 2,048 keys per tile, B 8, S 4,096: with H 32, K 8, D 128 10.5, 8.6, 8.8 ms in bfloat16, 9.6,
-# 8.3, 7.0 in int8, 14.1, 13.9, 13.5 in float32; with H 9, K 3, D 64 1.7, 2.2, 2.2 in bfloat16, 0.8, 1.3, 1.4 in int8.
+# query with 512 and 2,048 keys per tile, B 8, S 4,096: with H 32, K 8, D 128 10.5 and 8.8 ms in bfloat16, 9.6 and 7.0
+# in int8; with H 9, K 3, D 64 1.7 and 2.2 in bfloat16, 0.8 and 1.4 in int8.
 _WIDE_TOKEN: Final = 1024
 
 
@@ -124,12 +124,11 @@ def _forward(
     def in_tiles() -> whole.Results:
         return forward(plan, query, load(plan, loader), arrays, schedule, of_rows=backend.is_packed)
 
-    if not backend.is_packed and cascade.serves(plan, loader, arrays.mask):
-        return cascade.attend_or(plan, query, loader, arrays, load, in_tiles)
-
-    rows = loader.store if isinstance(loader, StoreLoader) and loader.table is None else None
-    if rows is not None and not backend.is_packed and whole.serves(plan, rows):
-        return whole.attend_or(plan, query, rows, arrays, schedule, in_tiles)
+    if not backend.is_packed and isinstance(loader, StoreLoader):
+        if cascade.serves(plan, loader, arrays.mask):
+            return cascade.attend_or(plan, query, loader, arrays, load, in_tiles)
+        if whole.serves(plan, loader):
+            return whole.attend_or(plan, query, loader.store, arrays, schedule, in_tiles)
     return in_tiles()
 
 

@@ -140,11 +140,7 @@ class Cache(Source):
         return False
 
     def append(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
+        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None, rows: Rows | None = None
     ) -> Self:
         """The cache with new tokens after those of each row.
 

@@ -76,14 +76,13 @@ class Quantized:
         Returns:
             The stored tokens [..., K, n, d / per_element]; their scales [..., K, n] float32, or ``scale``.
         """
-        wide = x.astype(jnp.float32)
+        wide, largest = x.astype(jnp.float32), LARGEST[self.dtype]
         if scale is None:
-            scale = jnp.abs(wide).max(-1) / LARGEST[self.dtype]
+            scale = jnp.abs(wide).max(-1) / largest
             # A denormal scale would lose bits, and its reciprocal is infinite.
             scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0.0, scale)
         spread = self.spread(scale)
         scaled = jnp.where(spread == 0, 0.0, wide / jnp.where(spread == 0, 1.0, spread))
-        largest = LARGEST[self.dtype]
         scaled = jnp.where(jnp.isnan(scaled), 0.0, jnp.clip(scaled, -largest, largest))
         stored = (jnp.round(scaled) if "int" in self.dtype else scaled).astype(self.stored_dtype)
         if self.per_element == 2:

@@ -88,12 +88,7 @@ class DenseCache(RowCache):
 
     @classmethod
     def create(
-        cls,
-        *,
-        batch: int,
-        length: int,
-        starts: ArrayLike | None = None,
-        **tokens: Unpack[TokenOptions],
+        cls, *, batch: int, length: int, starts: ArrayLike | None = None, **tokens: Unpack[TokenOptions]
     ) -> DenseCache:
         """An empty cache.
 

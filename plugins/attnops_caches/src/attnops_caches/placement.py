@@ -1,7 +1,4 @@
-"""How a cache is sharded over a mesh: its rows, its kv heads, and the slots of a row (the context).
-
-Every device appends to its own shard, and attends to it, see `attnops_caches.calls.on_mesh`.
-"""
+"""How a cache is sharded over a mesh: its rows, its kv heads, and the slots of a row (the context)."""
 
 from __future__ import annotations
 
@@ -111,10 +108,7 @@ class Placement:
         return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
 
     def local(self, cache: CacheType) -> CacheType:
-        """This device's shard of a cache, inside a `jax.shard_map`, as a cache of its own.
-
-        If the context is sharded, it is a `DenseCache` with ``first_slot``.
-        """
+        """A device's shard of a cache, inside a `jax.shard_map`, as a cache of its own, see `DenseCache.first_slot`."""
         first: Any = {} if self.slots is None else {"first_slot": lax.axis_index(self.slots) * cache.length}
         return dataclasses.replace(cache, placement=None, **first)
 

@@ -128,9 +128,9 @@ class Store:
     def at_layer(self, layer: ArrayLike) -> Store:
         """One layer of a store with a layer axis: the arrays stay those of all layers."""
         names = () if self.layout.has_token_scales else ("key_scale", "value_scale")
-        given = {name: x for name in names if (x := getattr(self, name)) is not None}
-        changes: Any = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()}
-        return dataclasses.replace(self, **changes, layer=jnp.asarray(layer, jnp.int32))
+        scales: Any = {name: x for name in names if (x := getattr(self, name)) is not None}
+        scales = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), scales)
+        return dataclasses.replace(self, **scales, layer=jnp.asarray(layer, jnp.int32))
 
     def flat_blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks as they are read, without a layer axis: the blocks of all layers one after the other.
@@ -151,14 +151,10 @@ class Store:
 
     @functools.partial(jax.jit, inline=True, static_argnames="sparse")  # else each eager call would compile its loop
     def write(self, tokens: dict[str, jax.Array], pieces: Pieces, *, sparse: bool) -> Store:
-        """This store with new tokens; every other slot is unchanged.
+        """This store with new ``tokens``, encoded, in their ``pieces``; every other slot is unchanged.
 
-        Args:
-            tokens: what `encoded` returns of them.
-            pieces: where they go.
-            sparse: whether most pieces may be empty: then the loop leaves these out.
-
-        Memory: O(new tokens) of temporaries; the store itself is updated in place where its buffer is donated.
+        If ``sparse``, most pieces may be empty, and the loop leaves these out. O(new tokens) of temporaries: the store
+        is updated in place where its buffer is donated.
         """
         count: jax.Array | int = pieces.row.shape[0]
         if sparse:

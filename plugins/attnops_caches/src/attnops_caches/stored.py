@@ -110,11 +110,7 @@ class StoredCache(Cache):
         return StoreLoader(self.store, None)
 
     def pending(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
+        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None, rows: Rows | None = None
     ) -> Pending[Self]:
         """`append` without its writes, for a kernel that writes.
 

@@ -60,18 +60,16 @@ def bind_cached(cache: Cache, operation: OperationImpl, query: ArrayLike, option
     cache._check_layer()
     if options.get("dropout_key") is not None:
         raise ValueError("dropout_key is given, but attention over a cache has no dropout; leave it out")
-    options = options | {"mode": _mode(metadata, options.get("mode"), query.shape[1])}
-    if rows is not None:
-        check_rows(rows)
-    _check_query(query, cache, rows)
-    if rows is not None and query_lengths is not None:
+    options["mode"] = _mode(metadata, options.get("mode"), query.shape[1])
+    if rows is not None and check_rows(rows) and query_lengths is not None:
         raise ValueError("rows and query_lengths are both given: packed rows have their lengths in rows.starts")
+    _check_query(query, cache, rows)
     scores = _scores(query, cache, query_lengths, rows, lengths)
     cache.check_run(query.shape[1], rows, appends=False)
     mask, bias = options.get("mask"), options.get("bias")
     if mask is not None and not isinstance(mask, Mask):
         mask = bind_mask(mask, scores.shape)
-    options = options | {"mask": slot_mask(mask, scores)}
+    options["mask"] = slot_mask(mask, scores)
     if bias is not None:
         options["bias"] = slot_bias(bias, scores)
     if metadata.runtime_dtype is not None:
@@ -81,7 +79,7 @@ def bind_cached(cache: Cache, operation: OperationImpl, query: ArrayLike, option
     dimensions = Dimensions(B, T, H, cache.head_dim, S, cache.kv_heads, cache.value_head_dim)
     stored = dtype_name(query) if metadata.runtime_dtype is not None else str(jnp.dtype(cache.dtype).name)
     request, given = bind_options(metadata, dimensions, (dtype_name(query), stored, stored), options)
-    source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed, rows=cache.batch)
+    source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed)
     if scores.is_packed:
         inner = options["mask"].mask if isinstance(options["mask"], PackedByRow) else options["mask"]
         source = dataclasses.replace(source, mask_kinds=inner.kinds(), mask_primitives=mask_primitives(inner))

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache, CacheType
     from attnops_caches.rows import Rows
-    from attnops_caches.store import NewTokens
 
 
 def step(
@@ -72,10 +71,13 @@ def step(
     tokens = key, value, query_lengths, rows
     if _may_fuse(operation, cache, rows):
         stored: Any = cache
-        pending = stored.pending(*tokens)
-        result: Any = _fused(operation, call(pending.cache), pending.new, cache)
-        if result is not None:
-            return result  # type: ignore[no-any-return]
+        grown, new = stored.pending(*tokens)
+        fused = call(grown)
+        chosen = operation.chosen(fused)
+        forward = decide(chosen, request := attention_request(fused))
+        if not step_reasons(chosen, forward, request) and may_step(fused.boundary, cache):
+            output, written = run_over_cache(chosen, forward, fused, without_gradient((new,), NO_GRADIENT)[0])
+            return chosen.finish(fused, output), written  # type: ignore[return-value]
     after = cache.append(*tokens)
     return operation.run(call(after)), after
 
@@ -113,13 +115,3 @@ def _may_fuse(operation: OperationImpl, cache: Cache, rows: Rows | None) -> bool
         return (operation.metadata.platform or jax.default_backend()) != "cpu"
     readers = (reader_of(operation, forward) for forward in {*itertools.chain(*FORWARD_CHAIN.values())})
     return any(reader is not None and reader.writes for reader in readers)
-
-
-def _fused(operation: OperationImpl, call: Call, new: NewTokens, cache: Cache) -> tuple[OperationOutput, Cache] | None:
-    """A step whose kernel writes the new tokens; None where there is no such kernel. ``cache`` is that before them."""
-    operation = operation.chosen(call)
-    forward = decide(operation, request := attention_request(call))
-    if step_reasons(operation, forward, request) or not may_step(call.boundary, cache):
-        return None
-    output, written = run_over_cache(operation, forward, call, without_gradient((new,), NO_GRADIENT)[0])
-    return operation.finish(call, output), written

@@ -156,9 +156,7 @@ class OfRows(Mask):
 
 
 def by_query(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
-    """A mask of scores of this shape, for forwards that don't compute row by row: a `PackedByRow` as booleans
-    [1, H or 1, N, B · S].
-    """
+    """A mask for forwards that don't compute row by row: a `PackedByRow` as booleans [1, H or 1, N, B · S]."""
     if not isinstance(mask, PackedByRow):
         return mask
     allowed = mask.dense(*shape)

@@ -72,11 +72,8 @@ class Slots(Mask):
         held = (number >= _of_row(self.start, b)) & (number < _of_row(self.stop, b))
         if self.exists is None:
             return held
-        return held & (
-            jnp.repeat(self.exists, self.page_size, axis=1)
-            if b is None
-            else take(self.exists, b, slot // self.page_size)
-        )
+        n = self.page_size
+        return held & (jnp.repeat(self.exists, n, axis=1) if b is None else take(self.exists, b, slot // n))
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return self.held(b, kv) & (q == q)

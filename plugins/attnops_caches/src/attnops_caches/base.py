@@ -266,8 +266,7 @@ class Cache(Source):
         """The cache with the last tokens taken back, such as rejected drafts.
 
         Args:
-            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; all if it has fewer, and none if
-                the number is negative.
+            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices, all if it has fewer, none below 0.
 
         A `PagedCache` keeps its table: `PagePool.truncate` gives pages back.
 

@@ -26,9 +26,8 @@ class Quantized:
             clipped at ±127 and ±7; 8-bit floats are clipped at their largest finite number. Two int4 are one byte:
             head dims and ``width`` must be even.
         scales: what has a scale of its own. ``"token_head"``: each token of each kv head, ``max|x| / largest``, which
-            is computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"`` and
-            ``"tensor"``: each kv head, or all tokens; the scales are given when the cache is created, and what exceeds
-            them is clipped.
+            is computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"``,
+            ``"tensor"``: each kv head, or all tokens; the cache is created with them, and what exceeds them is clipped.
 
     With given scales NaN is stored as 0, since int8 has no NaN, and products on TPUs take the NaN of 8-bit floats for a
     number. With scales by token and head NaN or infinity in a token makes all that is read of its head NaN.
@@ -97,8 +96,7 @@ class Quantized:
     def parts(self, stored: jax.Array) -> tuple[jax.Array, ...]:
         """Stored tokens before they are multiplied by scales: [..., d / per_element] each, features in order.
 
-        int4 has the first half of the features in the lower 4 bits. On a CPU, concatenating the parts is as slow as the
-        products with them.
+        int4 has the first half of the features in the lower 4 bits. On a CPU, concatenation is as slow as the products.
         """
         return (stored << 4 >> 4, stored >> 4) if self.per_element == 2 else (stored,)
 

@@ -38,14 +38,12 @@ class RowCache(StoredCache):
         """The cache with row ``rows[b]`` in place of row b, as beam search reorders them.
 
         Args:
-            rows: integers [B']. Values known when tracing are checked; another that is no row gives an empty row whose
-                ``overflowed`` is set.
+            rows: integers [B'], checked if known when tracing; else one that is no row gives an empty, overflowed row.
 
         On a mesh, axes that do not divide B' no longer shard the rows. With a layer axis, in every layer.
 
         Raises:
-            ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of one with a
-                layer axis.
+            ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of several.
         """
         if self.store.layer is not None:
             raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")

@@ -144,8 +144,7 @@ class PagedCache(StoredCache):
 
         A row keeps its tokens up to the first page that is neither the one which it had there nor a copy of it, made by
         `copy_pages` since the last table; and none beyond its last page. So a row that lost pages, as by
-        `PagePool.release`, is shorter, and never sees what an earlier row wrote to a page. ``overflowed`` does not
-        change.
+        `PagePool.release`, is shorter, and never sees what an earlier row wrote to a page; it has not overflowed.
 
         Raises:
             ValueError: another shape or dtype, or a known page that the cache does not have.
@@ -227,8 +226,7 @@ class PagedCache(StoredCache):
             copies: which pages are copied, from `PagePool.fork`.
 
         Raises:
-            TypeError, ValueError: source and target that are not integers of one shape [N]; see also `copy_pages` and
-                `with_table`.
+            TypeError, ValueError: source and target are not integers of one shape [N]; see `copy_pages`, `with_table`.
             UnsupportedError: see `copy_pages`.
         """
         moved = self.copy_pages(copies)

@@ -187,8 +187,7 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
 
 
 def append(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
-    """An append on a mesh: each device's tokens go to its rows, heads and slots. What is sharded otherwise than the two
-    methods allow raises an `UnsupportedError`.
+    """An append on a mesh, where it is possible: each device's tokens go to its rows, heads and slots.
 
     Args:
         placement: how the cache is sharded.

@@ -27,8 +27,7 @@ class PageCopies(NamedTuple):
     """Pages whose contents must be copied, -1 where there is nothing to copy.
 
     All sources must be read before any target is written: a page may be the source of one copy and the target of
-    another, but of no two. Apply the copies before tokens are appended to any row, and before those of a later call: a
-    source may already be free.
+    another, but of no two. Apply the copies before any append or later copies: a source may already be free.
 
     Attributes:
         source: int32 [N], ids of the pages to copy from.
@@ -158,8 +157,7 @@ class PagePool:
         """Take the pages beyond these lengths from rows; no row grows.
 
         A page that becomes the partial last one of a row and that other rows hold too is replaced by a fresh one, to
-        which it must be copied. Rows are served in order; if no page is free for the copy, `ok` is False and the row
-        is left as it was.
+        which it must be copied. Rows are served in order; a row for whose copy no page is free is unchanged, not `ok`.
 
         Args:
             lengths: integers [R]. A traced negative number leaves the row as it is, `ok` False.
@@ -191,8 +189,7 @@ class PagePool:
             The pool, and the copies, at most one for each entry.
 
         Raises:
-            TypeError, ValueError: they are not integers of one shape [N]; or, of ids known when tracing, one is neither
-                -1 nor a row, or a row is its own source.
+            TypeError, ValueError: they are not integers of one shape [N]; a known id is no row, or its own source.
         """
         source, target = pairs(source, target, what=": entry i makes row target[i] a copy of row source[i]")
         for name, ids in (("source", source), ("target", target)):

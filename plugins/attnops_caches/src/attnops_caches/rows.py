@@ -27,9 +27,8 @@ class Rows:
 
     Attributes:
         starts: integers [R + 1], not decreasing.
-        slots: the row of the cache of each run, integers [R], different from each other; any for an empty run. They are
-            checked if starts and slots are known when tracing; else queries are padding if their slot is no row, or if
-            a run before has the same row.
+        slots: the row of the cache of each run, integers [R], different from each other; any for an empty run. If they
+            are not known when tracing, queries are padding whose slot is no row, or the row of a run before.
     """
 
     starts: Leaf

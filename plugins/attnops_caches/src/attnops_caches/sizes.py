@@ -61,8 +61,7 @@ def pages_that_fit(
     give one device's ``kv_heads``, and the result is each device's number of pages.
 
     Args:
-        hbm_utilization: the share of the memory that weights and pages may take together, above 0 and at most 1; the
-            rest is for temporaries.
+        hbm_utilization: the share of the memory for weights and pages, above 0, at most 1; the rest is for temporaries.
         page_size: slots per page.
         max_model_length: tokens of the longest sequence. If given, the pages must hold it.
         device: whose memory; None for JAX's first local device.

@@ -35,8 +35,7 @@ class WindowCache(RowCache):
     ``mask & SlidingWindow(window - 1, None)`` were given over a `DenseCache`. Masks and biases with an array by key are
     refused, since positions grow beyond the slots.
 
-    An append of more than ``max_append`` tokens per row raises a `ValueError`; of traced packed rows, the others don't
-    fit.
+    More than ``max_append`` tokens of a row at once raise a `ValueError`; of traced packed rows, the others don't fit.
 
     Attributes:
         written: one more than the largest index that was ever written, int32 [B].
@@ -67,8 +66,7 @@ class WindowCache(RowCache):
         Args:
             batch: B, the rows.
             window: tokens that a query sees, itself included.
-            max_append: the most tokens of one append; a longer prompt is appended in chunks. So many tokens can also be
-                taken back by `truncate`.
+            max_append: the most tokens of one append, and that `truncate` takes back; give a longer prompt in chunks.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             **tokens: `TokenOptions`, what every storage is created with.
 
@@ -115,9 +113,7 @@ class WindowCache(RowCache):
         return dataclasses.replace(cache, written=jnp.maximum(self.written, cache.lengths)), pieces, fit, starts
 
     def truncate(self, lengths: ArrayLike) -> Self:
-        """See `Cache.truncate`. Taking back more than ``max_append`` tokens sets ``overflowed`` where the ring lost
-        tokens that the next query sees.
-        """
+        """See `Cache.truncate`; sets ``overflowed`` where the ring lost tokens that the next query sees."""
         cache = super().truncate(lengths)
         kept = cache.lengths
         # If only padding is kept, the ring's tokens are of no use, and its slots are free.

@@ -1,7 +1,5 @@
 """Flash attention over a cache, in place: tiles are loaded from its blocks and dequantised one at a time.
 
-A few queries over a float32 cache whose slots are mostly seen are computed at once instead, see `whole`.
-
 The scores are those of `attnops_caches.scores`, by slot; only tiles that hold a key that some query sees are loaded.
 """
 

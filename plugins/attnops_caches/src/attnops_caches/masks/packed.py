@@ -64,8 +64,7 @@ class Packed(And):
 class PackedByRow(Mask):
     """`Packed` for a mask that has values by row, query or key, or is a function of the row.
 
-    Evaluated score by score, it looks values up by both query and key; so forwards that don't compute row by row get it
-    as an array (`Dense`), see `by_query`.
+    It looks values up by both query and key: forwards that don't compute row by row get it as an array, see `by_query`.
 
     Attributes:
         mask: the mask of a batch by slot, bound to [B, H, N, S]: each row has all N queries.

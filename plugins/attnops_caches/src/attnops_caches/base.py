@@ -20,8 +20,7 @@ from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.step import step
 from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots
-from attnops_caches.placement import Placement
-from attnops_caches.placement import append as append_by_shard
+from attnops_caches.placement import Placement, append_by_shard
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
 
@@ -169,7 +168,7 @@ class Cache(Source):
         batch = self.batch if rows is None else 1
         keys = self._tokens("key", key, self.head_dim, batch)
         T = keys.shape[1]
-        runs = None if rows is None else check_rows(rows).checked(T, self.batch)
+        runs = None if rows is None else check_rows(rows, T, self.batch)
         self.check_run(T, rows, appends=True)
         if value is None and not self.is_latent:
             raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")

@@ -65,7 +65,7 @@ class RowCache(StoredCache):
         if placement is None:
             return taken(self, given)
         specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(self, placement=kept))
-        result: Self = placement.by_compiler(taken, specs, self, given)
+        result = placement.by_compiler(taken, specs, self, given)
         return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]
 
 

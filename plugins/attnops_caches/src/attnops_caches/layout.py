@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from attnops.dispatch.vocabulary import hint
-from attnops_caches.bits import from_bits, to_bits
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import check_size
 
@@ -93,47 +91,6 @@ class TokenLayout:
     def value_of(self, x: jax.Array, value: jax.Array | None) -> jax.Array:
         """The values of the arrays of keys and of values, or of parts of them; encoded as they are."""
         return x[..., self.elements(self.width - self.value_head_dim) :] if value is None else value
-
-    def encoded(
-        self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
-    ) -> dict[str, jax.Array]:
-        """Tokens [B, T, K, d] as they are stored, [B, K, T, elements], and their scales by token, float32 [B, K, T].
-
-        Returns:
-            What belongs in each array of a `Store`, by its name.
-        """
-        arrays = {}
-        for name, x, scale in ("key", key, key_scale), ("value", value, value_scale):
-            if x is None:
-                continue
-            stored = x.swapaxes(1, 2)
-            if self.codec is not None:
-                stored, scales = self.codec.encode(stored, None if self.has_token_scales else scale)
-                if self.has_token_scales:
-                    arrays[f"{name}_scale"] = scales
-            arrays[name] = to_bits(stored)
-        if self.content != "separate":
-            first, last = arrays["key"], [arrays.pop("value")] if value is not None else []
-            padding = self.elements(self.width) - first.shape[-1] - sum(x.shape[-1] for x in last)
-            zeros = [jnp.zeros((*first.shape[:-1], padding), first.dtype)] if padding else []
-            arrays["key"] = jnp.concatenate([first, *zeros, *last], axis=-1)
-        return arrays
-
-    def decoded(self, arrays: Mapping[str, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
-        """Parts of a `Store`'s arrays, by name, [..., K, n, d], as keys and values; float32 with a codec."""
-        stored = arrays["key"]
-        assert stored is not None
-        key = self._decoded(self.key_of(stored), arrays["key_scale"])
-        if self.content == "latent":
-            return key, key[..., : self.value_head_dim]
-        return key, self._decoded(self.value_of(stored, arrays.get("value")), arrays["value_scale"])
-
-    def _decoded(self, stored: jax.Array, scale: jax.Array | None) -> jax.Array:
-        x = from_bits(stored, self.stored_dtype)
-        if self.codec is None:
-            return x
-        assert scale is not None
-        return self.codec.decode(x, scale)
 
     def to_json(self) -> dict[str, Any]:
         """The fields in JSON's terms."""

@@ -144,7 +144,7 @@ class PagedCache(StoredCache):
 
         A row keeps its tokens up to the first page that is neither the one which it had there nor a copy of it, made by
         `copy_pages` since the last table; and none beyond its last page. So a row that lost pages, as by
-        `PagePool.release`, is shorter, and never sees what an earlier row wrote to a page; it has not overflowed.
+        `PagePool.release`, is shorter, and never sees what an earlier row wrote to a page. ``overflowed`` is kept.
 
         Raises:
             ValueError: another shape or dtype, or a known page that the cache does not have.

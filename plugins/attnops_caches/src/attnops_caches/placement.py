@@ -186,7 +186,7 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
     return dividing_axes(mesh, frozenset(name for name, n in mesh.shape.items() if n > 1) - manual_axes(), entry, size)
 
 
-def append(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
+def append_by_shard(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
     """An append on a mesh, where it is possible: each device's tokens go to its rows, heads and slots.
 
     Args:

@@ -189,7 +189,7 @@ class PagePool:
             The pool, and the copies, at most one for each entry.
 
         Raises:
-            TypeError, ValueError: they are not integers of one shape [N]; a known id is no row, or its own source.
+            TypeError, ValueError: not integers of one shape [N]; known ids that are neither -1 nor rows, or are equal.
         """
         source, target = pairs(source, target, what=": entry i makes row target[i] a copy of row source[i]")
         for name, ids in (("source", source), ("target", target)):

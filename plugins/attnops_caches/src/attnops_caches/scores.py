@@ -190,8 +190,7 @@ class SlotBias(Bias):
         """The bias as an array float32 [B, H, T, S]; None for one that is not added, a `ScoreFn`."""
         if isinstance(self.bias, Bias) and not isinstance(self.bias, RelativeBias):
             return None
-        indices = (jnp.arange(n).reshape([-1 if a == own else 1 for a in range(4)]) for own, n in
-                   enumerate((B, H, T, S)))  # fmt: skip
+        indices = jnp.ix_(*map(jnp.arange, (B, H, T, S)))
         return self.apply(jnp.zeros((B, H, T, S), jnp.float32), *indices)
 
     def score_fn(self) -> Bias:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from attnops.exported import serialised, serialised_tuple
-from attnops_caches.bits import bits_dtype
+from attnops_caches.bits import bits_dtype, from_bits, to_bits
 from attnops_caches.layout import TokenLayout, TokenOptions, layout_of
 
 CacheOf = TypeVar("CacheOf")
@@ -147,7 +147,17 @@ class Store:
 
     def decoded(self, blocks: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Some blocks of each array of `_blocks`, [..., K, n, d], as keys and values; float32 with a codec."""
-        return self.layout.decoded({"key_scale": self.key_scale, "value_scale": self.value_scale} | blocks)
+        layout, scales = self.layout, {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        arrays: dict[str, Any] = scales | blocks
+
+        def as_floats(stored: jax.Array, scale: Any) -> jax.Array:
+            x = from_bits(stored, layout.stored_dtype)
+            return x if layout.codec is None else layout.codec.decode(x, scale)
+
+        key = as_floats(layout.key_of(arrays["key"]), arrays["key_scale"])
+        if layout.content == "latent":
+            return key, key[..., : layout.value_head_dim]
+        return key, as_floats(layout.value_of(arrays["key"], arrays.get("value")), arrays["value_scale"])
 
     @functools.partial(jax.jit, inline=True, static_argnames="sparse")  # else each eager call would compile its loop
     def write(self, tokens: dict[str, jax.Array], pieces: Pieces, *, sparse: bool) -> Store:
@@ -192,8 +202,23 @@ class Store:
         return dataclasses.replace(self, **lax.fori_loop(jnp.int32(0), jnp.int32(count), write_piece, arrays))
 
     def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
-        """New tokens as they are stored, see `TokenLayout.encoded`."""
-        return self.layout.encoded(key, value, self.key_scale, self.value_scale)
+        """New tokens [B, T, K, d] as stored, [B, K, T, elements], and scales by token, float32 [B, K, T], by array."""
+        layout, codec, arrays = self.layout, self.layout.codec, {}
+        for name, x, scale in ("key", key, self.key_scale), ("value", value, self.value_scale):
+            if x is None:
+                continue
+            stored = x.swapaxes(1, 2)
+            if codec is not None:
+                stored, scales = codec.encode(stored, None if layout.has_token_scales else scale)
+                if layout.has_token_scales:
+                    arrays[f"{name}_scale"] = scales
+            arrays[name] = to_bits(stored)
+        if layout.content != "separate":
+            first, last = arrays["key"], [arrays.pop("value")] if value is not None else []
+            padding = layout.elements(layout.width) - first.shape[-1] - sum(x.shape[-1] for x in last)
+            zeros = [jnp.zeros((*first.shape[:-1], padding), first.dtype)] if padding else []
+            arrays["key"] = jnp.concatenate([first, *zeros, *last], axis=-1)
+        return arrays
 
 
 def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[TokenOptions]) -> Store:
@@ -203,10 +228,9 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
     """
     layout, K, lead = layout_of(tokens, joins)
     codec, is_latent = layout.codec, layout.content == "latent"
-    stored = bits_dtype(layout.stored_dtype)
 
     def array(features: int) -> jax.Array:
-        return jnp.zeros((*lead, blocks, K, slots, layout.elements(features)), stored)
+        return jnp.zeros((*lead, blocks, K, slots, layout.elements(features)), bits_dtype(layout.stored_dtype))
 
     def scales(name: str, given: ArrayLike | None) -> jax.Array | None:
         if codec is None or codec.scales == "token_head":

@@ -16,7 +16,7 @@ from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import check_layer, integers_by_row
-from attnops_caches.placement import append
+from attnops_caches.placement import append_by_shard
 from attnops_caches.rows import Rows
 from attnops_caches.store import NewTokens, Pending, Pieces, Store
 from attnops_caches.tiles import StoreLoader, TileLoader
@@ -119,7 +119,7 @@ class StoredCache(Cache):
             UnsupportedError: a mesh shards the context; or rows are packed, and it shards the cache's rows.
         """
         given, placement = self._new(key, value, lengths, rows), self.active_placement
-        return self._pending(*given) if placement is None else Pending(*append(placement, False, self, *given))
+        return self._pending(*given) if placement is None else Pending(*append_by_shard(placement, False, self, *given))
 
     def _pending(
         self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None

@@ -1,7 +1,5 @@
-"""A call over a cache as a `Call`: its arguments checked, its mask and bias bound to the cache's slots.
-
-`attnops_caches.scores` converts masks and biases from positions to slots, and adds the mask of what the cache holds.
-So any implementation computes the same from the arrays of ``cache.read()``, see `attnops_caches.calls.run`.
+"""A call over a cache as a `Call`: its arguments checked, its mask and bias bound to the cache's slots, so that any
+implementation computes the same from the arrays of ``cache.read()``, see `attnops_caches.calls.run`.
 """
 
 from __future__ import annotations
@@ -55,13 +53,12 @@ def bind_cached(cache: Cache, operation: OperationImpl, query: ArrayLike, option
     metadata, options = operation.metadata, dict(options)
     query_lengths, rows, lengths = (options.pop(name, None) for name in ("query_lengths", "rows", "_lengths"))
     query = check_array("query", query)
-    if metadata.layout == "BHTD":
-        query = swap_heads("query", query)
+    query = swap_heads("query", query) if metadata.layout == "BHTD" else query
     cache._check_layer()
     if options.get("dropout_key") is not None:
         raise ValueError("dropout_key is given, but attention over a cache has no dropout; leave it out")
     options["mode"] = _mode(metadata, options.get("mode"), query.shape[1])
-    if rows is not None and check_rows(rows) and query_lengths is not None:
+    if rows is not None and query_lengths is not None:
         raise ValueError("rows and query_lengths are both given: packed rows have their lengths in rows.starts")
     _check_query(query, cache, rows)
     scores = _scores(query, cache, query_lengths, rows, lengths)
@@ -72,12 +69,12 @@ def bind_cached(cache: Cache, operation: OperationImpl, query: ArrayLike, option
     options["mask"] = slot_mask(mask, scores)
     if bias is not None:
         options["bias"] = slot_bias(bias, scores)
+    stored = str(jnp.dtype(cache.dtype).name)
     if metadata.runtime_dtype is not None:
         query = query.astype(metadata.runtime_dtype)
-    _, H, _, _ = scores.shape
-    B, _, T, S = scores.slots_shape
+        stored = dtype_name(query)
+    B, H, T, S = scores.slots_shape
     dimensions = Dimensions(B, T, H, cache.head_dim, S, cache.kv_heads, cache.value_head_dim)
-    stored = dtype_name(query) if metadata.runtime_dtype is not None else str(jnp.dtype(cache.dtype).name)
     request, given = bind_options(metadata, dimensions, (dtype_name(query), stored, stored), options)
     source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed)
     if scores.is_packed:
@@ -133,7 +130,7 @@ def _scores(
         real = cache.row_lengths("query_lengths", query_lengths, T)
         return ScorePositions((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
     lengths, starts = whole(cache.lengths if lengths is None else lengths), whole(cache.starts)
-    row, index = rows.checked(T, B).of_queries(T, lengths)
+    row, index = check_rows(rows, T, B).of_queries(T, lengths)
     position = index - starts[jnp.maximum(row, 0)]
     position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
     return ScorePositions((B, H, T, S), position[None], row[None], cache)

@@ -79,14 +79,13 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
 
 
 def _over_arrays(operation: OperationImpl, call: Call) -> OperationOutput:
-    args, options = arrays_of(call)
+    (query, keys, values), options = arrays_of(call)
+    finite = jnp.isfinite(values) if cache_of(attention_request(call)).is_packed else None
+    values = values if finite is None else jnp.where(finite, values, 0)
     of_arrays = _in_bthd(operation)
-    if not cache_of(attention_request(call)).is_packed:
-        result: OperationOutput = of_arrays.run(of_arrays.prepare(*args, **options))
+    result: OperationOutput = of_arrays.run(of_arrays.prepare(query, keys, values, **options))
+    if finite is None:
         return result
-    query, keys, values = args
-    finite = jnp.isfinite(values)
-    result = of_arrays.run(of_arrays.prepare(query, keys, jnp.where(finite, values, 0), **options))
     return result.replace(attention_outputs=_not_finite(call, result.attention_outputs, finite))
 
 
@@ -106,14 +105,11 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
 
     if not isinstance(finite, jax.core.Tracer):  # `lax.cond` would compile `poisoned` in each call
         return out if finite.all() else poisoned(out)
-    poisoned_out: jax.Array = lax.cond(finite.all(), lambda out: out, poisoned, out)
-    return poisoned_out
+    return lax.cond(finite.all(), lambda out: out, poisoned, out)  # type: ignore[no-any-return]
 
 
 def _in_bthd(operation: OperationImpl) -> OperationImpl:
     """The operation in the layout "BTHD", which a cache's arrays have in any case."""
-    metadata = operation.metadata
-    if metadata.layout == "BTHD":
+    if operation.metadata.layout == "BTHD":
         return operation
-    made: Any = border.make(type(operation), metadata.replace(layout="BTHD"))
-    return made  # type: ignore[no-any-return]
+    return border.make(type(operation), operation.metadata.replace(layout="BTHD"))  # type: ignore[return-value]

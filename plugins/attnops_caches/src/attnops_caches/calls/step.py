@@ -25,6 +25,7 @@ from attnops.sharding.placing import whole
 from attnops_caches.calls.bind import NO_GRADIENT
 from attnops_caches.calls.on_mesh import may_step, run_over_cache
 from attnops_caches.calls.reader import attention_request, reader_of, step_reasons
+from attnops_caches.rows import Rows, check_rows
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache, CacheType
-    from attnops_caches.rows import Rows
 
 
 def step(
@@ -99,7 +99,7 @@ def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows:
     """
     if rows is None:
         return cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
-    runs = rows.checked(T, cache.batch)
+    runs = check_rows(rows, T, cache.batch)
     # Not a scatter, which explicit mesh axes do not allow.
     is_of_row = jnp.arange(cache.batch, dtype=jnp.int32)[:, None] == runs.slots
     return whole(cache.lengths) + jnp.where(is_of_row, runs.first_counts(T, cache.batch), 0).sum(1, dtype=jnp.int32)

@@ -208,7 +208,7 @@ class Cache(Source):
             add = jnp.zeros((self.batch,), jnp.int32).at[jnp.clip(rows.slots, 0, self.batch - 1)].add
             counts = rows.first_counts(T, self.batch)
             wanted, count = add(rows.counts(T, self.batch)), add(counts)
-            starts = add(jnp.where(counts > 0, rows.firsts(T), 0))
+            starts = add(jnp.where(counts > 0, jnp.clip(rows.starts, 0, T)[:-1], 0))
         pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
         lengths, overflowed = self.lengths + fit, self.overflowed | (fit < wanted)
         return dataclasses.replace(self, lengths=lengths, overflowed=overflowed), pieces.packed(starts), fit, starts

@@ -23,8 +23,7 @@ class Quantized:
 
     Attributes:
         dtype: ``"int8"``, ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"int4"``. Integers are rounded half to even, and
-            clipped at ±127 and ±7; 8-bit floats are clipped at their largest finite number. Two int4 are one byte:
-            head dims and ``width`` must be even.
+            clipped at ±127 and ±7, floats at their largest finite number. int4 needs even head dims and ``width``.
         scales: what has a scale of its own. ``"token_head"``: each token of each kv head, ``max|x| / largest``, which
             is computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"``,
             ``"tensor"``: each kv head, or all tokens; the cache is created with them, and what exceeds them is clipped.

@@ -26,14 +26,12 @@ class TokenOptions(TypedDict, total=False):
         value_head_dim: Dv, of values; None for D.
         dtype: the dtype of keys and values as they are appended and read, and of queries. bfloat16 if left out.
         codec: a `Quantized`, how tokens are stored; None: as they are.
-        latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
-            features of the key, and is not stored again.
+        latent: for multi-head latent attention (arXiv:2405.04434): the value is the key's first ``latent`` features.
         key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
         value_scale: the same of the values.
         layers: L, for a layer axis in front of every array; None for none.
         width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
-            key and zeros. If left out, keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
-            products on CPUs read where they are.
+            key and zeros. If left out, keys and values are two arrays, [B, K, S, D] and [B, K, S, Dv].
     """
 
     kv_heads: Required[int]
@@ -54,8 +52,7 @@ class TokenLayout:
 
     Attributes:
         content: ``"separate"``: the key [D] and the value [Dv] are in arrays of their own. ``"joined"``: one array has
-            the key first, then zeros, and the value last. ``"latent"``: it has the key, then zeros, and the value is
-            the key's first features.
+            the key first, then zeros, and the value last. ``"latent"``: the key, whose part is the value; zeros.
         head_dim: D, of keys.
         value_head_dim: Dv, of values.
         width: W, the features of the array of keys.

@@ -87,8 +87,7 @@ class Placement:
             entries = last.get(getattr(path[-1], "name", ""), (self.batch,))[: len(x.shape)]
             return PartitionSpec(*(None,) * (len(x.shape) - len(entries)), *entries)
 
-        result: CacheType = jax.tree_util.tree_map_with_path(spec, cache)
-        return result
+        return jax.tree_util.tree_map_with_path(spec, cache)  # type: ignore[no-any-return]
 
     def specs_of_new(self, cache: Any, is_packed: bool) -> NewTokens:
         """The partition specs of the new tokens of a cache."""

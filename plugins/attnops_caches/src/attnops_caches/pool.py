@@ -174,8 +174,7 @@ class PagePool:
         """Make rows copies of others: full pages are shared, a partial last page is copied to a fresh one.
 
         Entries are served in order, so that the target of one may be the source of a later one. The pages of a target
-        are released first. If no page is free for its copy, the target is empty afterwards and its `ok` is False, as is
-        that of each later entry that has it as its source.
+        are released first. If no page is free for its copy, a target is empty and not `ok`, as are later copies of it.
 
         What is full, `lengths` of the pool say: `truncate` a source to the tokens that it holds before forking it, or
         pages reserved for its next tokens are shared, and both rows write to them.
@@ -329,8 +328,7 @@ def _fork(pool: PagePool, source: jax.Array, target: jax.Array) -> tuple[PagePoo
         origin = origin.at[jnp.where(copied, fresh, pool.pages)].set(read, mode="drop")
         return (pool, origin), PageCopies(read, fresh)
 
-    # origin[p] is the page that had, before this call, what page p is to hold after its copy: chains of forks all copy
-    # from pages that no copy has written.
+    # Page origin[p] had, before this call, what p is to hold: forks of forks read no page that a copy has written.
     pool = dataclasses.replace(pool, ok=jnp.ones_like(pool.ok))
     pool, origin, source, target = equally_varying((pool, _range(pool.pages), source, target))
     (pool, _), copies = lax.scan(serve, (pool, origin), (source, target))

@@ -44,10 +44,6 @@ class Rows:
         bounds, slots = jnp.clip(jnp.asarray(self.starts), 0, N), jnp.asarray(self.slots)
         return jnp.where((slots >= 0) & (slots < batch), jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
 
-    def firsts(self, N: int) -> jax.Array:
-        """The first of N tokens of each run, int32 [R]; at most N."""
-        return jnp.clip(jnp.asarray(self.starts), 0, N)[:-1]
-
     def first_counts(self, N: int, batch: int) -> jax.Array:
         """`counts`, and 0 for a run whose row has another run of some tokens before it."""
         counts, slots = self.counts(N, batch), jnp.asarray(self.slots)

@@ -163,8 +163,7 @@ class Store:
     def write(self, tokens: dict[str, jax.Array], pieces: Pieces, *, sparse: bool) -> Store:
         """This store with new ``tokens``, encoded, in their ``pieces``; every other slot is unchanged.
 
-        If ``sparse``, most pieces may be empty, and the loop leaves these out. O(new tokens) of temporaries: the store
-        is updated in place where its buffer is donated.
+        If ``sparse``, most pieces may be empty, and the loop leaves these out. A donated store is updated in place.
         """
         count: jax.Array | int = pieces.row.shape[0]
         if sparse:

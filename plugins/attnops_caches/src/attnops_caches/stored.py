@@ -210,8 +210,7 @@ class StoredCache(Cache):
         by_token = PartitionSpec(placement.batch, placement.slots, placement.kv_heads)
         by_slot = PartitionSpec(placement.batch, placement.slots)
         specs = Contents(by_token, by_token, by_slot, by_slot)  # type: ignore[arg-type]
-        result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)
-        return result
+        return placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)  # type: ignore[no-any-return]
 
     @abc.abstractmethod
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:

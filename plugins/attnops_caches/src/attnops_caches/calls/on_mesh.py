@@ -181,9 +181,7 @@ def run_over_cache(
 
 
 def may_step(boundary: Boundary | None, cache: Cache) -> bool:
-    """Whether each device may write the tokens of a step to its shard of a cache: the call must be sharded as the cache
-    is, and the context of a row must be on one device.
-    """
+    """Whether each device may write a step's tokens to its shard: the call is sharded as the cache, no context is."""
     if boundary is None:
         return cache.placement is None
     assert isinstance(boundary, CacheBoundary)

@@ -36,8 +36,7 @@ def run_on_device(
     assert reader is not None
     if new is None:
         return reader.attend(operation, query, cache, **call.options), cache
-    result: tuple[OperationOutput, Cache] = reader.step(operation, query, cache, new, **call.options)
-    return result
+    return reader.step(operation, query, cache, new, **call.options)
 
 
 def partial_on_device(operation: OperationImpl, forward: str, call: Call) -> PartialSoftmax:

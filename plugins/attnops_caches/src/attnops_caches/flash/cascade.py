@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,12 @@ from attnops_caches.flash.whole import Results, if_finite
 from attnops_caches.masks.slots import Held, Slots, mapped, without_table
 from attnops_caches.tiles import StoreLoader
 
-PlanType = TypeVar("PlanType", bound=NativePlan)
 # Loads tiles for a plan.
 Loads: TypeAlias = Callable[[NativePlan, StoreLoader], LoadKeyValue]
 
 # Up to so many queries of a row, keys take longer to read than to multiply with.
 _MOST_QUERIES: Final = 16
-# Rows of fewer slots are not worth a look, which takes 3 to 6 % of a call where nothing is shared, nor the time to
-# compile both parts, some 2 s on one core.
+# Rows of fewer slots are not worth a look, 3 to 6 % of a call that shares nothing, nor some 2 s to compile both parts.
 _LEAST_SLOTS: Final = 1024
 # So many slots fewer must be read.
 _LEAST_SAVED: Final = 1024
@@ -141,11 +139,13 @@ def attend(
         by_row = (x if plan.B == B else x.reshape(H, B, T).swapaxes(0, 1) for x in statistics)
         return PartialSoftmax(out.reshape(B, T, H, plan.Dv), *by_row)
 
+    # Tiles of as many rows as `WIDE` has room for.
+    of_all: NativePlan = TogetherPlan(**vars(plan) | {"B": 1, "T": B * T, "rows": B})
+    of_all = _with_tiles(of_all, max(1, min(B, WIDE.rows // (plan.G * T))) * T, _KEYS, loader.unit)
     both = merge(
-        part(_together(plan, loader.unit), query.reshape(1, B * T, H, plan.D),
-             dataclasses.replace(loader, table=leader), shared.pages),
+        part(of_all, query.reshape(1, B * T, H, plan.D), dataclasses.replace(loader, table=leader), shared.pages),
         part(_with_tiles(plan, T, _OWN_KEYS, loader.unit), query, loader, ~shared.pages),
-    )  # fmt: skip
+    )
     if arrays.sinks is not None:
         both = with_sinks(both, arrays.sinks[0])
     highest = [] if both.max_logits is None else [both.max_logits]
@@ -170,13 +170,7 @@ def _over(mask: Mask | None, pages: jax.Array) -> Mask:
     return mapped(mask, over)
 
 
-def _together(plan: NativePlan, unit: int) -> TogetherPlan:
-    rows = max(1, min(plan.B, WIDE.rows // (plan.G * plan.T)))
-    of_all = TogetherPlan(**vars(plan) | {"B": 1, "T": plan.B * plan.T, "rows": plan.B})
-    return _with_tiles(of_all, rows * plan.T, _KEYS, unit)
-
-
-def _with_tiles(plan: PlanType, bq: int, keys: int, unit: int) -> PlanType:
+def _with_tiles(plan: NativePlan, bq: int, keys: int, unit: int) -> NativePlan:
     """The plan of a partial softmax with these tiles, and a list of active ones for each batch."""
     bk = max(1, min(keys, plan.bk) // unit) * unit
     problems = choose_problems_per_tile(plan.B, plan.K, plan.G * bq * bk, True, False, False)

@@ -1,8 +1,7 @@
 """The slots of a cache's rows as masks: where tokens lie is computed from values by row, not read from arrays by slot.
 
 The token in slot s of row b has the number ``n = s``; in a ring of R slots, ``n = s`` up to the newest token's slot and
-``n = s - R`` after it. Its position is ``n + shift[b]``, and it is held where ``start[b] <= n < stop[b]`` and,
-in a paged cache, its page is in the table.
+``n = s - R`` after it. Its position is ``n + shift[b]``; it is held if ``start[b] <= n < stop[b]`` and it has a page.
 """
 
 from __future__ import annotations

@@ -159,7 +159,9 @@ class PagedCache(StoredCache):
             )
         # A buffer of its own, which can be donated.
         pages = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
-        copied = self._copied_from(pages)
+        # ``copied`` at the pages of the table.
+        page, origin = whole(jnp.clip(pages, 0, self.pages_of_row - 1) + self._first_pages), whole(self.copied)
+        copied = jnp.take_along_axis(origin, page.reshape(*origin.shape[:-1], -1), -1).reshape(pages.shape)
         if (placement := self.active_placement) is not None:
             by_row: Any = placement.specs(self).table
             pages, copied = (placed(x, by_row, placement.mesh) for x in (pages, copied))
@@ -173,11 +175,6 @@ class PagedCache(StoredCache):
         starts = jnp.where(lengths < self.lengths, jnp.minimum(self.starts, lengths), self.starts)
         forgotten = jnp.full_like(self.copied, -1)
         return dataclasses.replace(self, table=pages, lengths=lengths, starts=starts, copied=forgotten)
-
-    def _copied_from(self, table: jax.Array) -> jax.Array:
-        """``copied`` at the pages of a table, int32 of its shape."""
-        page, copied = whole(jnp.clip(table, 0, self.pages_of_row - 1) + self._first_pages), whole(self.copied)
-        return jnp.take_along_axis(copied, page.reshape(*copied.shape[:-1], -1), -1).reshape(table.shape)
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)

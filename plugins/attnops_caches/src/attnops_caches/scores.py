@@ -108,7 +108,7 @@ def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
     of_rows = dataclasses.replace(scores, q_rows=None)
     by_row = mapped(mask, functools.partial(_by_slot, of_rows)).bind(*scores.shape)
     if _varies(by_row):
-        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, scores.cache.length)
+        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, scores.cache.length)  # type: ignore[arg-type]
     return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
 
 

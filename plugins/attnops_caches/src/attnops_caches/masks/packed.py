@@ -74,7 +74,7 @@ class PackedByRow(Mask):
     """
 
     mask: Mask
-    exists: Mask
+    exists: Segments
     rows: Leaf
     slots: int
 
@@ -90,7 +90,6 @@ class PackedByRow(Mask):
         return _rows_here(self.exists, self.rows)
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
-        assert isinstance(self.exists, Segments)
         row = jnp.maximum(take(self.exists.q_ids, b, q), 0)
         return self.mask.allowed(row, h, q, kv % self.slots) & self.exists.allowed(b, h, q, kv)
 
@@ -162,8 +161,7 @@ def by_query(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
     return Dense(jnp.broadcast_to(allowed, (*allowed.shape[:2], *shape[2:])))
 
 
-def _rows_here(exists: Mask, rows: Leaf) -> jax.Array:
-    assert isinstance(exists, Segments)
+def _rows_here(exists: Any, rows: Leaf) -> jax.Array:
     row = jnp.asarray(exists.q_ids)[0] - jnp.asarray(rows)[0, 0]
     is_here = (exists.q_ids[0] >= 0) & (row >= 0) & (row < np.shape(rows)[1])
     return jnp.where(is_here, row, -1)

@@ -190,7 +190,8 @@ class Cache(Source):
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append`, its arguments checked."""
         cache, pieces, *_ = self.grown(key.shape[1], count, rows)
-        return cache.write(key, value, pieces, rows is not None)
+        fields: Any = {name: x for name, x in cache._rows().items() if x is not getattr(self, name)}
+        return dataclasses.replace(self.write(key, value, pieces, rows is not None), **fields)
 
     def grown(
         self, T: int, count: jax.Array | None, rows: Rows | None
@@ -320,9 +321,9 @@ class Cache(Source):
         return mask
 
     def query_positions(self, T: int, query_lengths: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-        """The positions of the last ``query_lengths[b]``, int32 [B], tokens of each row, int32 [B, T]; −1 for padding.
+        """The positions of T queries of each row, the first ``query_lengths[b]`` real, int32 [B, T]; −1 for padding.
 
-        ``lengths`` are the rows' lengths, queries included, int32 [B]; None for the cache's.
+        ``query_lengths`` are int32 [B], as are ``lengths``, those of the rows with these queries; None: the cache's.
         """
         lengths = self.lengths if lengths is None else lengths
         place = jnp.arange(T, dtype=jnp.int32)

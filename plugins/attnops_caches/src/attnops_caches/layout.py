@@ -52,7 +52,7 @@ class TokenLayout:
 
     Attributes:
         content: ``"separate"``: the key [D] and the value [Dv] are in arrays of their own. ``"joined"``: one array has
-            the key first, then zeros, and the value last. ``"latent"``: the key, whose part is the value; zeros.
+            the key first, then zeros, and the value last. ``"latent"``: the key, of which it is a part; zeros.
         head_dim: D, of keys.
         value_head_dim: Dv, of values.
         width: W, the features of the array of keys.

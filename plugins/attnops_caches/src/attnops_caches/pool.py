@@ -27,7 +27,7 @@ class PageCopies(NamedTuple):
     """Pages whose contents must be copied, -1 where there is nothing to copy.
 
     All sources must be read before any target is written: a page may be the source of one copy and the target of
-    another, but of no two. Apply the copies before any append or later copies: a source may already be free.
+    another; no page is the target of two. Apply them before any append or later copies: a source may already be free.
 
     Attributes:
         source: int32 [N], ids of the pages to copy from.
@@ -57,7 +57,7 @@ class PagePool:
         free_count: int32 [], how many pages are free.
         references: int32 [P], how many rows hold a page; 0 if it is free.
         lengths: int32 [R], how many tokens, left padding included, each row has pages for.
-        ok: bool [R], whether the last call did what it was asked for a row, if anything.
+        ok: bool [R], whether the last call did what it was asked for a row; True for rows not asked for anything.
         page_size: tokens per page; static.
     """
 
@@ -188,7 +188,8 @@ class PagePool:
             The pool, and the copies, at most one for each entry.
 
         Raises:
-            TypeError, ValueError: not integers of one shape [N]; known ids that are neither -1 nor rows, or are equal.
+            TypeError, ValueError: they are not integers of one shape [N]; or, of ids known when tracing, one is neither
+                -1 nor a row, or a row is its own source.
         """
         source, target = pairs(source, target, what=": entry i makes row target[i] a copy of row source[i]")
         for name, ids in (("source", source), ("target", target)):

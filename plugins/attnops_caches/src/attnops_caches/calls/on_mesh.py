@@ -181,7 +181,7 @@ def run_over_cache(
 
 
 def may_step(boundary: Boundary | None, cache: Cache) -> bool:
-    """Whether each device may write a step's tokens to its shard: the call is sharded as the cache, no context is."""
+    """Whether each device may write a step's tokens to its shard: the call is sharded as the cache, but no context."""
     if boundary is None:
         return cache.placement is None
     assert isinstance(boundary, CacheBoundary)

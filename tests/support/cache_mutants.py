@@ -142,28 +142,28 @@ MUTANTS = {
         "ring",
     ),
     "new tokens overwrite those before them": Mutant(
-        STORE + "_write", "jnp.where(is_new, given, old)", "given", "op.step + 4 queries + query_lengths"
+        STORE + "Store.write", "jnp.where(is_new, given, old)", "given", "op.step + 4 queries + query_lengths"
     ),
     "scales of new tokens are not stored": Mutant(
-        LAYOUT + "encoded",
-        "if self.has_token_scales:",
+        STORE + "Store.encoded",
+        "if layout.has_token_scales:",
         "if False:",
         "int8 by token_head + op.step",
     ),
     "values are dequantised with the keys' scales": Mutant(
-        LAYOUT + "decoded",
+        STORE + "Store.decoded",
         'arrays["value_scale"])',
         'arrays["key_scale"])',
         "int8 by token_head",
     ),
     "scales of values are dropped": Mutant(
-        LAYOUT + "decoded",
+        STORE + "Store.decoded",
         'arrays["value_scale"])',
         'jnp.ones_like(arrays["value_scale"]))',
         "int8 by head",
     ),
     "a latent value is the key's last features": Mutant(
-        LAYOUT + "decoded", "key[..., : self.value_head_dim]", "key[..., -self.value_head_dim :]", "latent"
+        STORE + "Store.decoded", "key[..., : layout.value_head_dim]", "key[..., -layout.value_head_dim :]", "latent"
     ),
     "a joined value begins where the key ends, not where the zeros do": Mutant(
         LAYOUT + "value_of",
@@ -228,7 +228,7 @@ MUTANTS = {
         f"{name} is dropped when the cache is read": Mutant(
             READ + "arrays_of",
             "options = dict(call.options)",
-            f'options = dict(call.options)\n    options.pop("{name}", None)',
+            f'(options := dict(call.options)).pop("{name}", None)\n    options = options',
             found_by,
         )
         for name, found_by in {

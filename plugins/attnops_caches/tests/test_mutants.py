@@ -11,7 +11,7 @@ from attnops_testing.runner import Status, Subject
 
 VANILLA, FLASH = Subject(operation="attnops:vanilla"), Subject(operation="attnops:flash")
 # What flash, which reads caches in place, does not call.
-READS = ("paged:PagedCache._keys_values", "layout:TokenLayout.decoded", "layout:TokenLayout.value_of",
+READS = ("paged:PagedCache._keys_values", "store:Store.decoded", "layout:TokenLayout.value_of",
          "codec:Quantized.decode", "calls.run:arrays_of")  # fmt: skip
 
 

@@ -206,7 +206,7 @@ MISTAKES = {
         lambda: test_a_full_row_drops_all_and_changes_nothing_else(dense, None),
     ),
     "overflow is not told": (
-        Mutant("base:Cache.grown", "self.overflowed | planned.dropped", "self.overflowed", ""),
+        Mutant("base:Cache.grown", "self.overflowed | (fit < wanted)", "self.overflowed", ""),
         lambda: test_the_first_tokens_that_fit_are_kept(dense),
     ),
     "pages after one that is missing are written": (

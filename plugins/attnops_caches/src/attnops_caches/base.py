@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
@@ -21,8 +20,7 @@ from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.step import step
 from attnops_caches.integers import integers_by_row
 from attnops_caches.masks.slots import Slots
-from attnops_caches.placement import Placement
-from attnops_caches.placement import append as append_by_shard
+from attnops_caches.placement import Placement, append_by_shard
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
 
@@ -56,22 +54,6 @@ class Contents(NamedTuple):
     held: jax.Array
 
 
-class Planned(NamedTuple):
-    """Where new tokens go, and what the rows are after they are written.
-
-    Attributes:
-        pieces: where they go; ``row`` is a row of the cache, and ``first`` is 0 for the row's first new token.
-        fit: how many of each row's tokens fit, int32 [B].
-        dropped: whether some token of the row did not fit, bool [B].
-        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
-    """
-
-    pieces: Pieces
-    fit: jax.Array
-    dropped: jax.Array
-    starts: jax.Array | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Cache(Source):
     """Keys and values of earlier tokens, one row per sequence: a pytree of static shapes.
@@ -86,8 +68,7 @@ class Cache(Source):
     is; where its buffers are donated they are updated in place.
 
     The storages of this package are `StoredCache`s. A storage of another layout subclasses this class, and implements
-    ``length``, ``kv_heads``, ``head_dim``, ``value_head_dim``, ``dtype``, `place`, `write`, `read` and `slots`; and
-    `loader`, for native `flash` to read it in place.
+    its abstract methods, and `slots`; and `loader`, for native `flash` to read it in place.
 
     Attributes:
         lengths: indices in use, left padding included, int32 [B].
@@ -102,11 +83,13 @@ class Cache(Source):
     placement: Placement | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     options: ClassVar[frozenset[str]] = frozenset({"query_lengths", "rows"})
+    # The methods of a `Source`, with `run`.
+    bind = bind_cached
+    step = step
     # Its name in requests and limits.
     storage: ClassVar[str]
     # Whether positions may exceed the number of slots, so that masks and biases with an array by key have no meaning.
     unbounded: ClassVar[bool] = False
-
     # The fields that have an entry for each row, [B] or [B, …].
     by_row: ClassVar[tuple[str, ...]] = ("lengths", "starts", "overflowed")
     # Whether it is a `StoredCache`, whose tokens kernels may write, and which a mesh may shard.
@@ -116,33 +99,9 @@ class Cache(Source):
         """The static description of this cache in a request."""
         return CacheRequest(storage=self.storage, rows=self.batch, has_loader=type(self).loader is not Cache.loader)
 
-    def bind(self, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
-        """See `attnops.Source.bind`.
-
-        A call over a cache has two options in addition to the operation's. ``query_lengths``, integers [B]: the first
-        ``query_lengths[b]`` queries of row b are real, the others give output 0 and logsumexp −inf; None: all T. Query
-        i of row b is the token of index ``lengths[b] - query_lengths[b] + i``. ``rows``, a `Rows`: the rows are packed,
-        the query is [1, N, H, D], and masks and biases are given for [B, H, N, S]; None for a batch.
-        """
-        return bind_cached(operation.metadata, query, self, dict(options))
-
     def run(self, operation: OperationImpl, forward: str, call: Call) -> OperationOutput:
         """See `attnops.Source.run`: in place where the class has a reader for it, else on the arrays of `read`."""
         return run_over_cache(operation, forward, call)[0]
-
-    def step(
-        self,
-        operation: OperationImpl,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike | None,
-        options: Mapping[str, Any],
-    ) -> tuple[OperationOutput, Self]:
-        """See `attnops.OperationImpl.step`: with ``rows`` query, key and value are [1, N, …], one batch of N tokens.
-
-        Queries of tokens that did not fit see the tokens that did; ``overflowed`` says so.
-        """
-        return step(operation, query, key, value, self, options)
 
     @property
     def batch(self) -> int:
@@ -180,11 +139,7 @@ class Cache(Source):
         return False
 
     def append(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
+        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None, rows: Rows | None = None
     ) -> Self:
         """The cache with new tokens after those of each row.
 
@@ -203,7 +158,7 @@ class Cache(Source):
             UnsupportedError: packed rows on a mesh that shards the context.
         """
         given, placement = self._new(key, value, lengths, rows), self.active_placement
-        return self._append(*given) if placement is None else append_by_shard(placement, self, *given)
+        return self._append(*given) if placement is None else append_by_shard(placement, True, self, *given)[0]
 
     def _new(
         self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
@@ -211,51 +166,53 @@ class Cache(Source):
         """The arguments of `append`, checked; lengths are those of all rows, or None for packed rows."""
         self._check_layer()
         batch = self.batch if rows is None else 1
-        key = self._tokens("key", key, self.head_dim, batch)
-        T, is_latent, values = key.shape[1], self.is_latent, None
-        checked = None if rows is None else check_rows(rows).checked(T, self.batch)
-        self.check_append(T, rows)
-        if is_latent and value is not None:
+        keys = self._tokens("key", key, self.head_dim, batch)
+        T = keys.shape[1]
+        runs = None if rows is None else check_rows(rows, T, self.batch)
+        self.check_run(T, rows, appends=True)
+        if value is None and not self.is_latent:
+            raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
+        if value is not None and self.is_latent:
             raise ValueError(
                 f"value is given, but the cache has latent content: its value is the first {self.value_head_dim} "
                 f"features of the key; leave value out"
             )
-        if not is_latent:
-            if value is None:
-                raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
-            values = self._tokens("value", value, self.value_head_dim, batch)
-            if values.shape[1] != T:
-                raise ValueError(f"value has length {values.shape[1]}, but key has length {T}: they must be equal")
-        if checked is None:
-            return key, values, self.row_lengths("lengths", lengths, T), None
+        values = None if value is None else self._tokens("value", value, self.value_head_dim, batch)
+        if values is not None and values.shape[1] != T:
+            raise ValueError(f"value has length {values.shape[1]}, but key has length {T}: they must be equal")
+        if runs is None:
+            return keys, values, self.row_lengths("lengths", lengths, T), None
         if lengths is not None:
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
-        return key, values, None, checked
-
-    def planned(self, T: int, count: jax.Array | None, rows: Rows | None) -> Planned:
-        """Where T tokens per row go, ``count`` of each row real, int32 [B]; or T tokens of packed ``rows``."""
-        every, starts = jnp.arange(self.batch, dtype=jnp.int32), None
-        if rows is None:
-            assert count is not None
-            wanted = count
-        else:
-            slots, zeros = jnp.clip(rows.slots, 0, self.batch - 1), jnp.zeros((self.batch,), jnp.int32)
-            wanted, counts = zeros.at[slots].add(rows.counts(T, self.batch)), rows.first_counts(T, self.batch)
-            count = zeros.at[slots].add(counts)
-            starts = zeros.at[slots].add(jnp.where(counts > 0, rows.firsts(T), 0))
-        pieces, fit = self.place(T, count, every)
-        return Planned(pieces, fit, fit < wanted, starts)
+        return keys, values, None, runs
 
     @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
     def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
         """`append`, its arguments checked."""
-        planned = self.planned(key.shape[1], count, rows)
-        return self.write(key, value, planned.pieces.packed(planned.starts), rows is not None).grown(planned)
+        cache, pieces, *_ = self.grown(key.shape[1], count, rows)
+        fields: Any = {name: x for name, x in cache._rows().items() if x is not getattr(self, name)}
+        return dataclasses.replace(self.write(key, value, pieces, rows is not None), **fields)
 
-    def grown(self, planned: Planned) -> Self:
-        """This cache with the lengths that it has after an append."""
-        lengths, overflowed = self.lengths + planned.fit, self.overflowed | planned.dropped
-        return dataclasses.replace(self, lengths=lengths, overflowed=overflowed)
+    def grown(
+        self, T: int, count: jax.Array | None, rows: Rows | None
+    ) -> tuple[Self, Pieces, jax.Array, jax.Array | None]:
+        """An append of T tokens per row, ``count`` of each real, or of T tokens of packed ``rows``; nothing is written.
+
+        Returns:
+            This cache with the lengths afterwards; where the tokens go; how many of each row's tokens fit, int32 [B];
+            for packed rows, the index of each row's first token among the T, int32 [B].
+        """
+        if rows is None:
+            assert count is not None
+            wanted, starts = count, None
+        else:
+            add = jnp.zeros((self.batch,), jnp.int32).at[jnp.clip(rows.slots, 0, self.batch - 1)].add
+            counts = rows.first_counts(T, self.batch)
+            wanted, count = add(rows.counts(T, self.batch)), add(counts)
+            starts = add(jnp.where(counts > 0, jnp.clip(rows.starts, 0, T)[:-1], 0))
+        pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
+        lengths, overflowed = self.lengths + fit, self.overflowed | (fit < wanted)
+        return dataclasses.replace(self, lengths=lengths, overflowed=overflowed), pieces.packed(starts), fit, starts
 
     @abc.abstractmethod
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
@@ -309,8 +266,7 @@ class Cache(Source):
         """The cache with the last tokens taken back, such as rejected drafts.
 
         Args:
-            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices; all if it has fewer, and none if
-                the number is negative.
+            lengths: integers [B]: row b keeps its first ``lengths[b]`` indices, all if it has fewer, none below 0.
 
         A `PagedCache` keeps its table: `PagePool.truncate` gives pages back.
 
@@ -351,15 +307,13 @@ class Cache(Source):
         changes: dict[str, Any] = {name: jnp.where(chosen, jnp.zeros((), x.dtype), x) for name, x in fields.items()}
         return dataclasses.replace(self, **changes)
 
-    def check_append(self, T: int, rows: Rows | None) -> None:
-        """Raise a `ValueError` if the storage is known not to take so many tokens at once; see `check_queries`."""
-
-    def check_queries(self, T: int, rows: Rows | None) -> None:
-        """Raise a `ValueError` if the storage is known to lack keys that the queries see.
+    def check_run(self, T: int, rows: Rows | None, *, appends: bool) -> None:
+        """Raise a `ValueError` if the storage is known not to take so many tokens or queries of a row at once.
 
         Args:
-            T: queries per row, or N packed queries.
-            rows: which packed queries belong to which row; None for a batch.
+            T: tokens or queries per row; with ``rows`` N, packed.
+            rows: which packed ones belong to which row; None for a batch.
+            appends: whether tokens are appended, and not queries given.
         """
 
     def mask(self, mask: Mask | None) -> Mask | None:
@@ -367,12 +321,9 @@ class Cache(Source):
         return mask
 
     def query_positions(self, T: int, query_lengths: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-        """The positions of the last ``query_lengths[b]`` tokens of each row, int32 [B, T]; −1 for padding.
+        """The positions of T queries of each row, the first ``query_lengths[b]`` real, int32 [B, T]; −1 for padding.
 
-        Args:
-            T: queries per row.
-            query_lengths: int32 [B]; query i is padding from this one on.
-            lengths: the rows' lengths, queries included, int32 [B]; None for the cache's.
+        ``query_lengths`` are int32 [B], as are ``lengths``, those of the rows with these queries; None: the cache's.
         """
         lengths = self.lengths if lengths is None else lengths
         place = jnp.arange(T, dtype=jnp.int32)
@@ -380,12 +331,7 @@ class Cache(Source):
         return jnp.where((place < query_lengths[:, None]) & (position >= 0), position, -1)
 
     def row_lengths(self, name: str, lengths: ArrayLike | None, T: int) -> jax.Array:
-        """How many of T tokens of each row are real, int32 [B], at most T.
-
-        Raises:
-            ValueError: they are not integers [B], or known to be outside 0 … T.
-        """
-        self._check_layer()
+        """How many of T tokens of each row are real, int32 [B], at most T: ``lengths``, checked, or T for None."""
         if lengths is None:
             return jnp.full((self.batch,), T, jnp.int32)
         if isinstance(lengths, (int, list, tuple, np.ndarray, np.generic)):

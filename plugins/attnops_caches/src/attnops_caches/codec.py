@@ -23,12 +23,10 @@ class Quantized:
 
     Attributes:
         dtype: ``"int8"``, ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"int4"``. Integers are rounded half to even, and
-            clipped at ±127 and ±7; 8-bit floats are clipped at their largest finite number. Two int4 are one byte:
-            head dims and ``width`` must be even.
+            clipped at ±127 and ±7, floats at their largest finite number. int4 needs even head dims and ``width``.
         scales: what has a scale of its own. ``"token_head"``: each token of each kv head, ``max|x| / largest``, which
-            is computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"`` and
-            ``"tensor"``: each kv head, or all tokens; the scales are given when the cache is created, and what exceeds
-            them is clipped.
+            is computed when it is appended; a token of zeros has scale 0, and is read as zeros. ``"head"``,
+            ``"tensor"``: each kv head, or all tokens; the cache is created with them, and what exceeds them is clipped.
 
     With given scales NaN is stored as 0, since int8 has no NaN, and products on TPUs take the NaN of 8-bit floats for a
     number. With scales by token and head NaN or infinity in a token makes all that is read of its head NaN.
@@ -76,14 +74,13 @@ class Quantized:
         Returns:
             The stored tokens [..., K, n, d / per_element]; their scales [..., K, n] float32, or ``scale``.
         """
-        wide = x.astype(jnp.float32)
+        wide, largest = x.astype(jnp.float32), LARGEST[self.dtype]
         if scale is None:
-            scale = jnp.abs(wide).max(-1) / LARGEST[self.dtype]
+            scale = jnp.abs(wide).max(-1) / largest
             # A denormal scale would lose bits, and its reciprocal is infinite.
             scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0.0, scale)
         spread = self.spread(scale)
         scaled = jnp.where(spread == 0, 0.0, wide / jnp.where(spread == 0, 1.0, spread))
-        largest = LARGEST[self.dtype]
         scaled = jnp.where(jnp.isnan(scaled), 0.0, jnp.clip(scaled, -largest, largest))
         stored = (jnp.round(scaled) if "int" in self.dtype else scaled).astype(self.stored_dtype)
         if self.per_element == 2:
@@ -98,8 +95,7 @@ class Quantized:
     def parts(self, stored: jax.Array) -> tuple[jax.Array, ...]:
         """Stored tokens before they are multiplied by scales: [..., d / per_element] each, features in order.
 
-        int4 has the first half of the features in the lower 4 bits. On a CPU, concatenating the parts is as slow as the
-        products with them.
+        int4 has the first half of the features in the lower 4 bits. On a CPU, concatenation is as slow as the products.
         """
         return (stored << 4 >> 4, stored >> 4) if self.per_element == 2 else (stored,)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Self, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +38,12 @@ class RowCache(StoredCache):
         """The cache with row ``rows[b]`` in place of row b, as beam search reorders them.
 
         Args:
-            rows: integers [B']. Values known when tracing are checked; another that is no row gives an empty row whose
-                ``overflowed`` is set.
+            rows: integers [B'], checked if known when tracing; else one that is no row gives an empty, overflowed row.
 
         On a mesh, axes that do not divide B' no longer shard the rows. With a layer axis, in every layer.
 
         Raises:
-            ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of one with a
-                layer axis.
+            ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of several.
         """
         if self.store.layer is not None:
             raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
@@ -57,18 +55,17 @@ class RowCache(StoredCache):
 
         def taken(cache: Self, given: jax.Array) -> Self:
             exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
-            blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
-            fields = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
+            fields: Any = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
             fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
             fields["overflowed"] |= ~exists
-            store = dataclasses.replace(cache.store, **blocks)  # type: ignore[arg-type]
-            return dataclasses.replace(cache, store=store, placement=kept, **fields)  # type: ignore[arg-type]
+            blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
+            return cache.with_blocks(blocks, placement=kept, **fields)
 
         placement = self.active_placement
         if placement is None:
             return taken(self, given)
         specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(self, placement=kept))
-        result: Self = placement.by_compiler(taken, specs, self, given)
+        result = placement.by_compiler(taken, specs, self, given)
         return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]
 
 
@@ -89,12 +86,7 @@ class DenseCache(RowCache):
 
     @classmethod
     def create(
-        cls,
-        *,
-        batch: int,
-        length: int,
-        starts: ArrayLike | None = None,
-        **tokens: Unpack[TokenOptions],
+        cls, *, batch: int, length: int, starts: ArrayLike | None = None, **tokens: Unpack[TokenOptions]
     ) -> DenseCache:
         """An empty cache.
 

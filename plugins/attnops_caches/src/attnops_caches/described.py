@@ -16,8 +16,6 @@ from attnops_caches.stored import StoredCache
 from attnops_caches.window import WindowCache
 
 STORAGES: Final = ("DenseCache", "WindowCache", "PagedCache")
-
-
 _OPTIONS: Final = ("page_size", "codec", "scales", "latent", "packed")
 
 
@@ -32,13 +30,9 @@ def source(
         key: [B, S, K, D]; only its shape and dtype count.
         value_head_dim: Dv; None for D, or the latent.
         options: page_size, codec, scales, latent, and packed, "true" for T queries of all rows in one batch.
-
-    Raises:
-        ValueError: no such cache.
     """
-    names = {name.lower(): name for name in STORAGES}
-    name = names.get(storage.lower()) or names.get(f"{storage.lower()}cache")
-    if name is None:
+    names = {name.lower().removesuffix("cache"): name for name in STORAGES}
+    if (name := names.get(storage.lower().removesuffix("cache"))) is None:
         raise ValueError(f"cache={storage!r} is unknown; use one of {list(STORAGES)}")
     if unknown := sorted(set(options) - {*_OPTIONS}):
         raise ValueError(f"source_options names {', '.join(unknown)}, but a {name} has {', '.join(_OPTIONS)}")
@@ -52,9 +46,7 @@ def source(
         raise ValueError(f"scales={scales!r} is given, but codec is not; give codec=int8, for example")
     T, (B, S, K, D) = query.shape[1], key.shape
     quantized = None if codec is None else Quantized(codec, scales or "token_head")
-    scale = None
-    if quantized is not None and quantized.scales != "token_head":
-        scale = jnp.zeros(() if quantized.scales == "tensor" else (K,))
+    scale = {"tensor": jnp.zeros(()), "head": jnp.zeros((K,))}.get(scales or "")
     sizes: Any = {
         "batch": B, "kv_heads": K, "head_dim": D, "value_head_dim": value_head_dim or latent or D, "dtype": key.dtype,
         "codec": quantized, "latent": latent, "key_scale": scale, "value_scale": None if latent else scale,
@@ -67,10 +59,9 @@ def source(
             raise ValueError(f"S={S} slots do not hold the T={T} tokens appended")
         cache = WindowCache.create(window=S - T + 1, max_append=T, **sizes)
     else:
-        page_size = page_size or 16
-        if S % page_size:
+        pages, rest = divmod(S, page_size := page_size or 16)
+        if rest:
             raise ValueError(f"S={S} must be a multiple of page_size={page_size}: a row has whole pages")
-        pages = S // page_size
         cache = PagedCache.create(pages=B * pages, page_size=page_size, max_pages=pages, **sizes)
     if packed == "false":
         return query, cache, {}
@@ -82,8 +73,6 @@ dense, window, paged = (functools.partial(source, storage) for storage in STORAG
 
 
 def _number(name: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) < 1:
+    if text is not None and (not text.isdecimal() or int(text) < 1):
         raise ValueError(f"{name}={text} must be an integer of at least 1")
-    return int(text)
+    return None if text is None else int(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from attnops.dispatch.vocabulary import hint
-from attnops_caches.bits import from_bits, to_bits
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import check_size
 
@@ -28,14 +26,12 @@ class TokenOptions(TypedDict, total=False):
         value_head_dim: Dv, of values; None for D.
         dtype: the dtype of keys and values as they are appended and read, and of queries. bfloat16 if left out.
         codec: a `Quantized`, how tokens are stored; None: as they are.
-        latent: for multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the value is the first ``latent``
-            features of the key, and is not stored again.
+        latent: for multi-head latent attention (arXiv:2405.04434): the value is the key's first ``latent`` features.
         key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
         value_scale: the same of the values.
         layers: L, for a layer axis in front of every array; None for none.
         width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
-            key and zeros. If left out, keys and values are arrays of their own, [B, K, S, D] and [B, K, S, Dv], which
-            products on CPUs read where they are.
+            key and zeros. If left out, keys and values are two arrays, [B, K, S, D] and [B, K, S, Dv].
     """
 
     kv_heads: Required[int]
@@ -56,8 +52,7 @@ class TokenLayout:
 
     Attributes:
         content: ``"separate"``: the key [D] and the value [Dv] are in arrays of their own. ``"joined"``: one array has
-            the key first, then zeros, and the value last. ``"latent"``: it has the key, then zeros, and the value is
-            the key's first features.
+            the key first, then zeros, and the value last. ``"latent"``: the key, of which it is a part; zeros.
         head_dim: D, of keys.
         value_head_dim: Dv, of values.
         width: W, the features of the array of keys.
@@ -71,59 +66,6 @@ class TokenLayout:
     width: int
     dtype: DType
     codec: Quantized | None
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        head_dim: int,
-        value_head_dim: int | None = None,
-        dtype: DType = jnp.bfloat16,
-        codec: Quantized | None = None,
-        latent: int | None = None,
-        width: int | None = None,
-        joins: bool = False,
-    ) -> Self:
-        """The layout of a cache that is created with these `TokenOptions`.
-
-        If ``joins``, key and value are joined also where ``width`` is None.
-
-        Raises:
-            ValueError: sizes, a dtype or a codec that fit no cache.
-        """
-        check_size("head_dim", head_dim)
-        if not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize not in (2, 4):
-            raise ValueError(f"dtype={jnp.dtype(dtype).name} must be float32, bfloat16 or float16: what op takes")
-        if codec is not None and not isinstance(codec, Quantized):
-            raise ValueError(f"codec={codec!r} must be None or an attnops_caches.Quantized")
-        if latent is not None:
-            check_size("latent", latent)
-            if latent > head_dim or value_head_dim not in (None, latent):
-                raise ValueError(
-                    f"latent={latent} must be at most head_dim={head_dim}, and value_head_dim={value_head_dim} None or "
-                    f"equal to it: the value is the first latent features of the key"
-                )
-        dv = latent or (head_dim if value_head_dim is None else check_size("value_head_dim", value_head_dim))
-        least = head_dim if latent is not None else head_dim + dv
-        if width is not None and check_size("width", width) < least:
-            what = "the features of a latent" if latent is not None else "the features of key and value together"
-            raise ValueError(f"width={width} must be at least {least}, {what}; or None for no padding")
-        sizes = {"head_dim": head_dim, "value_head_dim": 0 if latent else dv, "width": width or 0}
-        for name, size in sizes.items():
-            if codec is not None and size % codec.per_element:
-                raise ValueError(
-                    f"{name}={size} is odd, but codec={str(codec)!r} stores two features in a byte: give an even one, "
-                    f"or an 8-bit codec"
-                )
-        is_separate = latent is None and width is None and not joins
-        return cls(
-            content="latent" if latent is not None else "separate" if is_separate else "joined",
-            head_dim=int(head_dim),
-            value_head_dim=int(dv),
-            width=int(head_dim) if is_separate else int(width or least),
-            dtype=jnp.dtype(dtype),
-            codec=codec,
-        )
 
     @property
     def stored_dtype(self) -> DType:
@@ -147,47 +89,6 @@ class TokenLayout:
         """The values of the arrays of keys and of values, or of parts of them; encoded as they are."""
         return x[..., self.elements(self.width - self.value_head_dim) :] if value is None else value
 
-    def encoded(
-        self, key: jax.Array, value: jax.Array | None, key_scale: jax.Array | None, value_scale: jax.Array | None
-    ) -> dict[str, jax.Array]:
-        """Tokens [B, T, K, d] as they are stored, [B, K, T, elements], and their scales by token, float32 [B, K, T].
-
-        Returns:
-            What belongs in each array of a `Store`, by its name.
-        """
-        arrays = {}
-        for name, x, scale in ("key", key, key_scale), ("value", value, value_scale):
-            if x is None:
-                continue
-            stored = x.swapaxes(1, 2)
-            if self.codec is not None:
-                stored, scales = self.codec.encode(stored, None if self.has_token_scales else scale)
-                if self.has_token_scales:
-                    arrays[f"{name}_scale"] = scales
-            arrays[name] = to_bits(stored)
-        if self.content != "separate":
-            first, last = arrays["key"], [arrays.pop("value")] if value is not None else []
-            padding = self.elements(self.width) - first.shape[-1] - sum(x.shape[-1] for x in last)
-            zeros = [jnp.zeros((*first.shape[:-1], padding), first.dtype)] if padding else []
-            arrays["key"] = jnp.concatenate([first, *zeros, *last], axis=-1)
-        return arrays
-
-    def decoded(self, arrays: Mapping[str, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
-        """Parts of a `Store`'s arrays, by name, [..., K, n, d], as keys and values; float32 with a codec."""
-        stored = arrays["key"]
-        assert stored is not None
-        key = self._decoded(self.key_of(stored), arrays["key_scale"])
-        if self.content == "latent":
-            return key, key[..., : self.value_head_dim]
-        return key, self._decoded(self.value_of(stored, arrays.get("value")), arrays["value_scale"])
-
-    def _decoded(self, stored: jax.Array, scale: jax.Array | None) -> jax.Array:
-        x = from_bits(stored, self.stored_dtype)
-        if self.codec is None:
-            return x
-        assert scale is not None
-        return self.codec.decode(x, scale)
-
     def to_json(self) -> dict[str, Any]:
         """The fields in JSON's terms."""
         return dataclasses.asdict(self) | {"dtype": jnp.dtype(self.dtype).name}
@@ -202,17 +103,45 @@ class TokenLayout:
 def layout_of(tokens: TokenOptions, joins: bool = False) -> tuple[TokenLayout, int, tuple[int, ...]]:
     """The layout, K, and (L,), or () without a layer axis, of a cache that is created with these options.
 
-    Raises a `TypeError` for an option that there is not, and for one that is missing; see also `TokenLayout.create`.
+    If ``joins``, key and value are in one array also without a ``width``.
+
+    Raises:
+        TypeError: an option that there is not, or one that is missing; a size that is not an int.
+        ValueError: sizes, a dtype or a codec that fit no cache.
     """
     known = sorted(TokenOptions.__annotations__)
     for name in tokens:
         if name not in known:
             advice = hint(name, known)
             raise TypeError(f"a cache has no option {name!r}; it has {known}{advice and f'; {advice}'}")
-    given: Any = {name: x for name, x in tokens.items() if x is not None and not name.endswith("_scale")}
+    given: Any = {name: x for name, x in tokens.items() if x is not None}
     for name in ("kv_heads", "head_dim"):
         if name not in given:
             raise TypeError(f"{name} is missing: a cache is created with kv_heads=K and head_dim=D at least")
-    kv_heads, layers = check_size("kv_heads", given.pop("kv_heads")), given.pop("layers", None)
-    lead = () if layers is None else (check_size("layers", layers),)
-    return TokenLayout.create(**given, joins=joins), kv_heads, lead
+    sizes = {x: check_size(x, n) for x, n in given.items() if x not in ("dtype", "codec", "key_scale", "value_scale")}
+    D, latent, width, codec = sizes["head_dim"], sizes.get("latent"), sizes.get("width"), given.get("codec")
+    dtype = jnp.dtype(given.get("dtype", jnp.bfloat16))
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4):
+        raise ValueError(f"dtype={dtype.name} must be float32, bfloat16 or float16: what op takes")
+    if codec is not None and not isinstance(codec, Quantized):
+        raise ValueError(f"codec={codec!r} must be None or an attnops_caches.Quantized")
+    Dv = sizes.get("value_head_dim", latent or D)
+    if latent is not None and (latent > D or Dv != latent):
+        raise ValueError(
+            f"latent={latent} must be at most head_dim={D}, and value_head_dim={given.get('value_head_dim')} None or "
+            f"equal to it: the value is the first latent features of the key"
+        )
+    least = D + (0 if latent else Dv)
+    if width is not None and width < least:
+        what = "the features of a latent" if latent else "the features of key and value together"
+        raise ValueError(f"width={width} must be at least {least}, {what}; or None for no padding")
+    for name, size in {"head_dim": D, "value_head_dim": 0 if latent else Dv, "width": width or 0}.items():
+        if codec is not None and size % codec.per_element:
+            raise ValueError(
+                f"{name}={size} is odd, but codec={str(codec)!r} stores two features in a byte: give an even one, or "
+                f"an 8-bit codec"
+            )
+    is_separate = not (latent or width or joins)
+    content: Any = "latent" if latent else "separate" if is_separate else "joined"
+    layout = TokenLayout(content, D, Dv, D if is_separate else width or least, dtype, codec)
+    return layout, sizes["kv_heads"], (sizes["layers"],) if "layers" in sizes else ()

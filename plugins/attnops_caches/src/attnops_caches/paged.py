@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.errors import Reason, UnsupportedError
+from attnops.errors import Reason
 from attnops.exported import serialised
 from attnops.sharding.placing import placed, whole
 from attnops.sharding.specs import names_of
@@ -17,7 +17,7 @@ from attnops_caches.calls.request import CacheRequest
 from attnops_caches.integers import check_size, int32, integers_of_shape, pairs
 from attnops_caches.layout import TokenOptions
 from attnops_caches.masks.slots import Slots
-from attnops_caches.placement import PLACEMENT
+from attnops_caches.placement import PLACEMENT, refusal
 from attnops_caches.store import Pieces, create_store
 from attnops_caches.stored import StoredCache, create_rows
 from attnops_caches.tiles import StoreLoader, TileLoader
@@ -78,12 +78,11 @@ class PagedCache(StoredCache):
         Raises:
             ValueError: see `DenseCache.create` and `with_table`.
         """
-        layers = tokens.get("layers")
         store = create_store(check_size("pages", pages), check_size("page_size", page_size), joins=True, **tokens)
-        lead = () if layers is None else (layers,)
-        empty = jnp.full((*lead, check_size("batch", batch), check_size("max_pages", max_pages)), -1, jnp.int32)
-        copied = jnp.full((*lead, pages), -1, jnp.int32)
-        cache = cls(store=store, **create_rows(batch, starts, layers), table=empty, copied=copied)
+        rows = create_rows(check_size("batch", batch), starts, tokens.get("layers"))
+        shape = *rows["lengths"].shape, check_size("max_pages", max_pages)
+        copied = jnp.full((*shape[:-2], pages), -1, jnp.int32)
+        cache = cls(store=store, **rows, table=jnp.full(shape, -1, jnp.int32), copied=copied)
         return cache if table is None else cache.with_table(table)
 
     @property
@@ -107,8 +106,8 @@ class PagedCache(StoredCache):
             return cache
         first = np.repeat(self.pages_of_row * np.arange(self._shards, dtype=np.int32), self.pages_of_row)
         copied = jnp.where(self.copied >= 0, self.copied + first, -1)
-        exists = (self.table >= 0) & (self.table < self.pages_of_row)
-        return dataclasses.replace(cache, table=jnp.where(exists, self.table + self._first_pages, -1), copied=copied)
+        table = jnp.where(self.slots().exists, self.table + self._first_pages, -1)
+        return dataclasses.replace(cache, table=table, copied=copied)
 
     @property
     def _first_pages(self) -> np.ndarray:
@@ -145,8 +144,7 @@ class PagedCache(StoredCache):
 
         A row keeps its tokens up to the first page that is neither the one which it had there nor a copy of it, made by
         `copy_pages` since the last table; and none beyond its last page. So a row that lost pages, as by
-        `PagePool.release`, is shorter, and never sees what an earlier row wrote to a page. ``overflowed`` does not
-        change.
+        `PagePool.release`, is shorter, and never sees what an earlier row wrote to a page. ``overflowed`` is kept.
 
         Raises:
             ValueError: another shape or dtype, or a known page that the cache does not have.
@@ -161,7 +159,9 @@ class PagedCache(StoredCache):
             )
         # A buffer of its own, which can be donated.
         pages = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
-        copied = self._copied_from(pages)
+        # ``copied`` at the pages of the table.
+        page, origin = whole(jnp.clip(pages, 0, self.pages_of_row - 1) + self._first_pages), whole(self.copied)
+        copied = jnp.take_along_axis(origin, page.reshape(*origin.shape[:-1], -1), -1).reshape(pages.shape)
         if (placement := self.active_placement) is not None:
             by_row: Any = placement.specs(self).table
             pages, copied = (placed(x, by_row, placement.mesh) for x in (pages, copied))
@@ -175,11 +175,6 @@ class PagedCache(StoredCache):
         starts = jnp.where(lengths < self.lengths, jnp.minimum(self.starts, lengths), self.starts)
         forgotten = jnp.full_like(self.copied, -1)
         return dataclasses.replace(self, table=pages, lengths=lengths, starts=starts, copied=forgotten)
-
-    def _copied_from(self, table: jax.Array) -> jax.Array:
-        """``copied`` at the pages of a table, int32 of its shape."""
-        page, copied = whole(jnp.clip(table, 0, self.pages_of_row - 1) + self._first_pages), whole(self.copied)
-        return jnp.take_along_axis(copied, page.reshape(*copied.shape[:-1], -1), -1).reshape(table.shape)
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -206,8 +201,7 @@ class PagedCache(StoredCache):
         return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
 
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
-        blocks: Any = {name: whole(x) for name, x in self.store._blocks().items()}
-        store = dataclasses.replace(self.store, **blocks)
+        store = self.with_blocks({name: whole(x) for name, x in self.store._blocks().items()}).store
         table = whole(jnp.clip(self.table, 0, self.pages - 1)) + store.base
         taken = {name: x[table] for name, x in store.flat_blocks().items()}  # [B, M, K, page, d]
         key, value = store.decoded(taken)
@@ -229,8 +223,7 @@ class PagedCache(StoredCache):
             copies: which pages are copied, from `PagePool.fork`.
 
         Raises:
-            TypeError, ValueError: source and target that are not integers of one shape [N]; see also `copy_pages` and
-                `with_table`.
+            TypeError, ValueError: source and target are not integers of one shape [N]; see `copy_pages`, `with_table`.
             UnsupportedError: see `copy_pages`.
         """
         moved = self.copy_pages(copies)
@@ -261,24 +254,20 @@ class PagedCache(StoredCache):
         if self.store.layer is not None:
             raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
         if self._shards > 1:
-            reason = Reason(
+            raise refusal("pages can't be copied or forked here", Reason(
                 "placement.batch", names_of(self.placement.batch if self.placement else None),
                 "shards rows and pages, which each shard's pool numbers from 0",
                 "call it in a jax.shard_map over these axes, with cache.specs as in_specs and out_specs",
-            )  # fmt: skip
-            raise UnsupportedError(f"pages can't be copied or forked here:\n  - {reason}", [reason])
+            ))  # fmt: skip
         source, target = map(int32, pairs(copies.source, copies.target, "copies."))
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
         lead = (slice(None),) * (self.lengths.ndim - 1)
-        copied: Any = {
+        blocks = {
             name: jnp.asarray(x).at[(*lead, target)].set(x[(*lead, source)], mode="drop")
             for name, x in self.store._blocks().items()
         }
         # A copy of a copy counts as a copy of the first source.
         before = self.copied[(*lead, source)]
-        origins = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
-        return dataclasses.replace(self, store=dataclasses.replace(self.store, **copied), copied=origins)
-
-    def _of_layer(self) -> dict[str, jax.Array]:
-        return self._rows() | {"copied": self.copied}
+        copied = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
+        return self.with_blocks(blocks, copied=copied)

@@ -1,7 +1,4 @@
-"""How a cache is sharded over a mesh: its rows, its kv heads, and the slots of a row (the context).
-
-Every device appends to its own shard, and attends to it, see `attnops_caches.calls.on_mesh`.
-"""
+"""How a cache is sharded over a mesh: its rows, its kv heads, and the slots of a row (the context)."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +24,12 @@ from attnops.sharding.modes import MODE_DECODE
 from attnops.sharding.placing import explicit_names, of_axes, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules
 from attnops.sharding.specs import MeshAxes, MeshLike, entry_of, names_of
-from attnops_caches.store import NewTokens, Pending
+from attnops_caches.store import NewTokens
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
     from attnops_caches.base import CacheType
-    from attnops_caches.stored import StoredCache, StoredType
+    from attnops_caches.stored import StoredCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +58,10 @@ class Placement:
         if not manual:
             return self
         if used := [name for name in names_of(self.slots) if name in manual]:
-            reason = Reason(
+            raise refusal("the cache can't be used in this jax.shard_map", Reason(
                 "placement.slots", used, "shards the context, which can't be joined inside a jax.shard_map over it",
                 "call the operation outside of it",
-            )  # fmt: skip
-            raise UnsupportedError(f"the cache can't be used in this jax.shard_map:\n  - {reason}", [reason])
+            ))  # fmt: skip
         entries = self.batch, self.kv_heads, self.slots
         kept = [entry_of(name for name in names_of(entry) if name not in manual) for entry in entries]
         return Placement(self.mesh, *kept) if any(kept) else None
@@ -91,8 +87,7 @@ class Placement:
             entries = last.get(getattr(path[-1], "name", ""), (self.batch,))[: len(x.shape)]
             return PartitionSpec(*(None,) * (len(x.shape) - len(entries)), *entries)
 
-        result: CacheType = jax.tree_util.tree_map_with_path(spec, cache)
-        return result
+        return jax.tree_util.tree_map_with_path(spec, cache)  # type: ignore[no-any-return]
 
     def specs_of_new(self, cache: Any, is_packed: bool) -> NewTokens:
         """The partition specs of the new tokens of a cache."""
@@ -112,10 +107,7 @@ class Placement:
         return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
 
     def local(self, cache: CacheType) -> CacheType:
-        """This device's shard of a cache, inside a `jax.shard_map`, as a cache of its own.
-
-        If the context is sharded, it is a `DenseCache` with ``first_slot``.
-        """
+        """A device's shard of a cache, inside a `jax.shard_map`, as a cache of its own, see `DenseCache.first_slot`."""
         first: Any = {} if self.slots is None else {"first_slot": lax.axis_index(self.slots) * cache.length}
         return dataclasses.replace(cache, placement=None, **first)
 
@@ -151,15 +143,14 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
         ValueError: a cache that can't be sharded; see also the ``create`` of its class.
     """
     shape = jax.eval_shape(create)
-    traced = trace(lambda: jax.tree.leaves(create()), [], CALLS)
     if not getattr(shape, "is_stored", False):
         raise ValueError(f"create made a {type(shape).__name__}, which no mesh shards; make a DenseCache, for example")
+    traced = trace(lambda: jax.tree.leaves(create()), [], CALLS)
     placement = placement_of(shape, mesh, axis_rules)
     specs, tree = jax.tree.flatten(placement.specs(dataclasses.replace(shape, placement=placement)))
     data = [placed(x, PartitionSpec(), mesh) for x in traced.constants]
     made = _compiled(traced.program, tuple(NamedSharding(mesh, spec) for spec in specs))(data)
-    result: CacheType = jax.tree.unflatten(tree, made)
-    return result
+    return jax.tree.unflatten(tree, made)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=128)
@@ -171,24 +162,21 @@ def _compiled(program: Program, shardings: tuple[NamedSharding, ...]) -> Callabl
 def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, is_made: bool = True) -> Placement:
     """The placement that rules give a cache, which may have shapes in place of arrays.
 
-    Axes that an enclosing `jax.shard_map` uses are left out. A cache that is not made for it, ``is_made``, has pages of
-    any row in any place, and masks are bound to all slots of a row: then neither pages nor slots are sharded.
+    Axes that an enclosing `jax.shard_map` uses are left out. Where the cache is not made for it, ``is_made``, pages of
+    any row are in any place, and masks are bound to all slots of a row: neither pages nor slots are sharded.
     """
     if not cache.is_stored:
         return Placement(mesh, None, None, None)
-    held: Any = cache
-    spec = axis_rules.spec([BATCH, KV_HEAD, KV_LENGTH], mode=MODE_DECODE)
-    paged, dense = cache.storage == "PagedCache", cache.storage == "DenseCache"
-    # A number that mesh axes divide if they divide rows and pages.
-    rows = math.gcd(cache.batch, held.store.own_blocks) if paged else cache.batch
-    if held.store.layer is not None:
-        rows = 1  # one layer among the blocks of others
-
+    store = cast("StoredCache", cache).store
+    batch, kv_heads, slots = axis_rules.spec([BATCH, KV_HEAD, KV_LENGTH], mode=MODE_DECODE)
+    is_paged = cache.storage == "PagedCache"
+    # A number that mesh axes divide if they divide rows and pages; of one layer among the blocks of others, 1.
+    rows = 1 if store.layer is not None else math.gcd(cache.batch, store.own_blocks) if is_paged else cache.batch
     return Placement(
         mesh=mesh,
-        batch=_dividing(spec[0], rows, mesh) if is_made or not paged else None,
-        kv_heads=_dividing(spec[1], cache.kv_heads, mesh),
-        slots=_dividing(spec[2], cache.length, mesh) if dense and is_made else None,
+        batch=_dividing(batch, rows, mesh) if is_made or not is_paged else None,
+        kv_heads=_dividing(kv_heads, cache.kv_heads, mesh),
+        slots=_dividing(slots, cache.length, mesh) if cache.storage == "DenseCache" and is_made else None,
     )
 
 
@@ -197,42 +185,34 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
     return dividing_axes(mesh, frozenset(name for name, n in mesh.shape.items() if n > 1) - manual_axes(), entry, size)
 
 
-def append(placement: Placement, cache: CacheType, *given: Any) -> CacheType:
-    """`Cache.append` on a mesh, given what `Cache._new` returns: each device writes to its rows, heads and slots.
+def append_by_shard(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
+    """An append on a mesh, where it is possible: each device's tokens go to its rows, heads and slots.
 
-    Raises:
-        UnsupportedError: packed rows, and a context that is sharded.
+    Args:
+        placement: how the cache is sharded.
+        writes: whether the tokens are written, as `Cache.append` does; else it is `StoredCache.pending`.
+        *call: the cache, and what `Cache._new` returns.
+
+    Returns:
+        The cache after it; the new tokens unless they are written.
     """
-    if given[-1] is not None:
+    is_packed = call[-1] is not None
+    if writes and is_packed:
         check_packed(placement)
-    held, grown, store = _on_shards(placement, True, cache, *given)
-    result: CacheType = dataclasses.replace(held, store=store, **grown)
-    return result
-
-
-def pending(placement: Placement, cache: StoredType, *given: Any) -> Pending[StoredType]:
-    """`StoredCache.pending` on a mesh, given what `Cache._new` returns: each device's new tokens.
-
-    Raises:
-        UnsupportedError: the context is sharded; or rows are packed, and the rows of the cache are sharded.
-    """
-    batch = None if given[-1] is None else placement.batch
-    for what, axes in ("context of each row", placement.slots), ("rows", batch):
+    kept_whole = ("context of each row", placement.slots), ("rows", placement.batch if is_packed else None)
+    for what, axes in () if writes else kept_whole:
         if axes is not None:
             reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
-            raise UnsupportedError(f"tokens that a kernel would write:\n  - {reason}", [reason])
-    cache, grown, new = _on_shards(placement, False, cache, *given)
-    return Pending(dataclasses.replace(cache, **grown), new)
-
-
-def _on_shards(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any, Any]:
-    """The cache, placed on the mesh; and what `_of_shard` returns of every device's shard of it."""
-    moved = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
-    return moved[0], *_on_placed_shards(placement, writes, *moved)
+            raise refusal("tokens that a kernel would write", reason)
+    cache, *given = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
+    grown, changed = _on_shards(placement, writes, cache, *given)
+    grown |= {"store": changed} if writes else {}
+    return dataclasses.replace(cache, **grown), None if writes else changed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_placed_shards(placement: Placement, writes: bool, *call: Any) -> Any:
+def _on_shards(placement: Placement, writes: bool, *call: Any) -> Any:
+    """What `_of_shard` returns of every device's shard."""
     specs = _specs(placement, call)
     changed = specs[0].store if writes else placement.specs_of_new(call[0], call[-1] is not None)
     # Nothing is differentiated, and loops may have carries that don't vary as the check wants.
@@ -278,8 +258,12 @@ def _grown(cache: StoredCache) -> dict[str, Any]:
 def check_packed(placement: Placement) -> None:
     """Raise an `UnsupportedError` if the context, of packed rows, is sharded."""
     if placement.slots is not None:
-        reason = Reason(
+        raise refusal("packed rows over a context that is sharded", Reason(
             "rows", "packed", f"the mesh axes {', '.join(names_of(placement.slots))} shard the context of each row",
             "give a batch [B, T] with query_lengths; or AxisRules(kv_length=None)",
-        )  # fmt: skip
-        raise UnsupportedError(f"packed rows over a context that is sharded:\n  - {reason}", [reason])
+        ))  # fmt: skip
+
+
+def refusal(what: str, *reasons: Reason) -> UnsupportedError:
+    """The error of what a mesh does not allow."""
+    return UnsupportedError(f"{what}:" + "".join(f"\n  - {reason}" for reason in reasons), reasons)

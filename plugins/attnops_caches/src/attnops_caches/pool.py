@@ -27,8 +27,7 @@ class PageCopies(NamedTuple):
     """Pages whose contents must be copied, -1 where there is nothing to copy.
 
     All sources must be read before any target is written: a page may be the source of one copy and the target of
-    another. No page is the target of two. Apply the copies before tokens are appended to any row, and before those of a
-    later call: a source may already be free.
+    another; no page is the target of two. Apply them before any append or later copies: a source may already be free.
 
     Attributes:
         source: int32 [N], ids of the pages to copy from.
@@ -49,9 +48,8 @@ class PagePool:
     page ``table[r, i // page_size]`` at slot ``i % page_size``. Rows share full pages only: a partial last page, to
     which the next token is written, always has one reference, so that appending never needs a copy.
 
-    Methods return a new pool, whose `ok` is False for rows that could not be served. They work under `jax.jit`, and a
-    pool can be the carry of `jax.lax.scan`; one program serves all values. Memory and time of a call grow as P + R · M
-    (`fork`: P + N · M).
+    Methods return a new pool, whose `ok` is False for rows that could not be served. One program serves all values.
+    Memory and time of a call grow as P + R · M (`fork`: P + N · M).
 
     Attributes:
         table: int32 [R, M], ids of each row's pages in the order of its tokens, -1 where there is none.
@@ -127,15 +125,14 @@ class PagePool:
     def reserve(self, lengths: Array) -> Self:
         """Give rows the pages that they need for this many tokens; no row shrinks.
 
-        Rows are served in order. A row that would need more than M pages, or more than are left, gets none of them, and
-        its `ok` is False; later rows that need fewer are served.
+        Rows are served in order. A row that needs more than M pages in all, or more than are left, gets none, and its
+        `ok` is False; later rows that need fewer are served.
 
         Args:
             lengths: integers [R]. A traced negative number leaves the row as it is, `ok` False.
 
         Raises:
-            TypeError: they are not integers.
-            ValueError: they are not of shape [R], or one that is known when tracing is negative.
+            TypeError, ValueError: they are not integers of shape [R], or one that is known when tracing is negative.
         """
         return _reserve(self, self._lengths(lengths))
 
@@ -146,8 +143,7 @@ class PagePool:
             rows: bool [R], the rows to empty.
 
         Raises:
-            TypeError: they are not booleans.
-            ValueError: they are not of shape [R].
+            TypeError, ValueError: they are not booleans of shape [R].
         """
         rows = array(rows)
         if rows.dtype != bool:
@@ -161,8 +157,7 @@ class PagePool:
         """Take the pages beyond these lengths from rows; no row grows.
 
         A page that becomes the partial last one of a row and that other rows hold too is replaced by a fresh one, to
-        which it must be copied. Rows are served in order; if no page is free for a copy, the row is left as it was, and
-        its `ok` is False.
+        which it must be copied. Rows are served in order; a row for whose copy no page is free is unchanged, not `ok`.
 
         Args:
             lengths: integers [R]. A traced negative number leaves the row as it is, `ok` False.
@@ -171,8 +166,7 @@ class PagePool:
             The pool, and the copies, an entry for each row.
 
         Raises:
-            TypeError: they are not integers.
-            ValueError: they are not of shape [R], or one that is known when tracing is negative.
+            TypeError, ValueError: they are not integers of shape [R], or one that is known when tracing is negative.
         """
         return _truncate(self, self._lengths(lengths))
 
@@ -180,11 +174,10 @@ class PagePool:
         """Make rows copies of others: full pages are shared, a partial last page is copied to a fresh one.
 
         Entries are served in order, so that the target of one may be the source of a later one. The pages of a target
-        are released first. If no page is free for its copy, the target is empty afterwards and its `ok` is False; so is
-        the target of each later entry of the call that has it as its source.
+        are released first. If no page is free for its copy, a target is empty and not `ok`, as are later copies of it.
 
-        What counts as full is what `lengths` of the pool says: `truncate` a source to the tokens that it holds before
-        forking it, or pages reserved for its next tokens are shared, and both rows write to them.
+        What is full, `lengths` of the pool say: `truncate` a source to the tokens that it holds before forking it, or
+        pages reserved for its next tokens are shared, and both rows write to them.
 
         Args:
             source: integers [N], the rows to copy; -1 for an entry that does nothing.
@@ -195,9 +188,8 @@ class PagePool:
             The pool, and the copies, at most one for each entry.
 
         Raises:
-            TypeError: they are not integers.
-            ValueError: they are not of one shape [N]; or, of ids known when tracing, one is neither -1 nor a row, or a
-                row is its own source.
+            TypeError, ValueError: they are not integers of one shape [N]; or, of ids known when tracing, one is neither
+                -1 nor a row, or a row is its own source.
         """
         source, target = pairs(source, target, what=": entry i makes row target[i] a copy of row source[i]")
         for name, ids in (("source", source), ("target", target)):
@@ -312,7 +304,7 @@ def _fork(pool: PagePool, source: jax.Array, target: jax.Array) -> tuple[PagePoo
         carry: tuple[PagePool, jax.Array], entry: tuple[jax.Array, jax.Array]
     ) -> tuple[tuple[PagePool, jax.Array], PageCopies]:
         (pool, origin), (s, t) = carry, entry
-        asked = (s != -1) & (t != -1) & (t >= 0) & (t < R)
+        asked = (s != -1) & (t >= 0) & (t < R)
         valid = asked & (s >= 0) & (s < R) & (s != t)
         s, written = jnp.clip(s, 0, R - 1), jnp.where(valid, t, R)  # row R does not exist: mode="drop"
         old = pool.table[jnp.clip(t, 0, R - 1)]
@@ -337,8 +329,7 @@ def _fork(pool: PagePool, source: jax.Array, target: jax.Array) -> tuple[PagePoo
         origin = origin.at[jnp.where(copied, fresh, pool.pages)].set(read, mode="drop")
         return (pool, origin), PageCopies(read, fresh)
 
-    # origin[p] is the page that had, before this call, what page p is to hold after its copy: chains of forks all copy
-    # from pages that no copy has written.
+    # Page origin[p] had, before this call, what p is to hold: forks of forks read no page that a copy has written.
     pool = dataclasses.replace(pool, ok=jnp.ones_like(pool.ok))
     pool, origin, source, target = equally_varying((pool, _range(pool.pages), source, target))
     (pool, _), copies = lax.scan(serve, (pool, origin), (source, target))

@@ -27,9 +27,8 @@ class Rows:
 
     Attributes:
         starts: integers [R + 1], not decreasing.
-        slots: the row of the cache of each run, integers [R], different from each other; any for an empty run. They are
-            checked if starts and slots are known when tracing; else queries are padding if their slot is no row, or if
-            a run before has the same row.
+        slots: the row of the cache of each run, integers [R], different from each other; any for an empty run. If they
+            are not known when tracing, queries are padding whose slot is no row, or the row of a run before.
     """
 
     starts: Leaf
@@ -40,51 +39,10 @@ class Rows:
             if isinstance(value := getattr(self, name), (list, tuple)):
                 object.__setattr__(self, name, np.asarray(value))
 
-    def checked(self, N: int, batch: int) -> Rows:
-        """These rows as int32 arrays.
-
-        Args:
-            N: packed queries.
-            batch: rows of the cache.
-
-        Raises:
-            ValueError: another shape or dtype; known runs that overlap, or that the queries or the cache do not hold.
-        """
-        starts, slots = (x if hasattr(x, "dtype") else np.asarray(x) for x in (self.starts, self.slots))
-        for name, x in (("starts", starts), ("slots", slots)):
-            if (np.dtype(x.dtype).kind not in "iu" and x.size) or x.ndim != 1:
-                raise ValueError(f"Rows' {name} is {x.dtype} {tuple(x.shape)}, but must be integers of rank 1")
-        if starts.shape[0] != slots.shape[0] + 1:
-            raise ValueError(
-                f"Rows has {starts.shape[0]} starts and {slots.shape[0]} slots, but must have one more start"
-            )
-        if not slots.shape[0]:
-            raise ValueError("Rows has 0 slots, but must have at least 1; its run may be empty: Rows([0, 0], [0])")
-        if isinstance(starts, np.ndarray):
-            bounds = starts.astype(np.int64)
-            if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > N:
-                raise ValueError(
-                    f"Rows' starts={bounds.tolist()} must not decrease, from 0 at least to the {N} queries at most"
-                )
-            if isinstance(slots, np.ndarray):
-                used = slots.astype(np.int64)[np.diff(bounds) > 0].tolist()
-                if len(set(used)) != len(used):
-                    raise ValueError(
-                        f"Rows' slots={used} overlap: each row of the cache may have one run of queries; join its runs"
-                    )
-                if used and (min(used) < 0 or max(used) >= batch):
-                    raise ValueError(f"Rows' slots={used} must be rows of the cache, 0 to {batch - 1}")
-        return Rows(int32(starts), int32(slots))
-
     def counts(self, N: int, batch: int) -> jax.Array:
         """How many of N tokens each run has, int32 [R]; 0 where its row is not one of the cache's."""
-        starts, slots = jnp.asarray(self.starts), jnp.asarray(self.slots)
-        bounds = jnp.clip(starts, 0, N)
+        bounds, slots = jnp.clip(jnp.asarray(self.starts), 0, N), jnp.asarray(self.slots)
         return jnp.where((slots >= 0) & (slots < batch), jnp.maximum(bounds[1:] - bounds[:-1], 0), 0)
-
-    def firsts(self, N: int) -> jax.Array:
-        """The first of N tokens of each run, int32 [R]; at most N."""
-        return jnp.clip(jnp.asarray(self.starts), 0, N)[:-1]
 
     def first_counts(self, N: int, batch: int) -> jax.Array:
         """`counts`, and 0 for a run whose row has another run of some tokens before it."""
@@ -93,18 +51,14 @@ class Rows:
         return jnp.where(jnp.tril(same, -1).any(axis=1), 0, counts)
 
     def of_queries(self, N: int, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The cache's row of each query, and its index in that row; int32 [N], −1 for padding.
-
-        Queries of a run are padding if a run before, known only when the program runs, has the same row.
+        """The cache's row of each of N queries, and its index in that row; int32 [N], −1 for padding.
 
         Args:
             N: packed queries.
             lengths: the lengths of the cache's rows, these queries included, int32 [B].
         """
         place = jnp.arange(N, dtype=jnp.int32)
-        slots = jnp.asarray(self.slots)
-        # As in `counts`, starts beyond the queries are clipped.
-        starts = jnp.clip(jnp.asarray(self.starts), 0, N)
+        starts, slots = jnp.clip(jnp.asarray(self.starts), 0, N), jnp.asarray(self.slots)
         run = jnp.searchsorted(starts, place, side="right").astype(jnp.int32) - 1
         is_real = (run >= 0) & (run < slots.shape[0])
         run = jnp.clip(run, 0, slots.shape[0] - 1)
@@ -114,8 +68,34 @@ class Rows:
         return jnp.where(is_real, row, -1), jnp.where(is_real, index, -1)
 
 
-def check_rows(rows: object) -> Rows:
-    """``rows``; raises a `ValueError` unless it is a `Rows`."""
+def check_rows(rows: object, N: int, batch: int) -> Rows:
+    """The rows of N packed queries or tokens, and of a cache of ``batch`` rows, as int32 arrays.
+
+    Raises:
+        ValueError: no `Rows`; another shape or dtype; known runs that overlap, or that queries or cache do not hold.
+    """
     if not isinstance(rows, Rows):
         raise ValueError(f"rows is a {type(rows).__name__}, but must be an attnops_caches.Rows(starts, slots)")
-    return rows
+    starts, slots = (x if hasattr(x, "dtype") else np.asarray(x) for x in (rows.starts, rows.slots))
+    for name, x in (("starts", starts), ("slots", slots)):
+        if (np.dtype(x.dtype).kind not in "iu" and x.size) or x.ndim != 1:
+            raise ValueError(f"Rows' {name} is {x.dtype} {tuple(x.shape)}, but must be integers of rank 1")
+    if starts.shape[0] != slots.shape[0] + 1:
+        raise ValueError(f"Rows has {starts.shape[0]} starts and {slots.shape[0]} slots, but must have one more start")
+    if not slots.shape[0]:
+        raise ValueError("Rows has 0 slots, but must have at least 1; its run may be empty: Rows([0, 0], [0])")
+    if isinstance(starts, np.ndarray):
+        bounds = starts.astype(np.int64)
+        if (np.diff(bounds) < 0).any() or bounds[0] < 0 or bounds[-1] > N:
+            raise ValueError(
+                f"Rows' starts={bounds.tolist()} must not decrease, from 0 at least to the {N} queries at most"
+            )
+        if isinstance(slots, np.ndarray):
+            used = slots.astype(np.int64)[np.diff(bounds) > 0].tolist()
+            if len(set(used)) != len(used):
+                raise ValueError(
+                    f"Rows' slots={used} overlap: each row of the cache may have one run of queries; join its runs"
+                )
+            if used and (min(used) < 0 or max(used) >= batch):
+                raise ValueError(f"Rows' slots={used} must be rows of the cache, 0 to {batch - 1}")
+    return Rows(int32(starts), int32(slots))

@@ -90,11 +90,7 @@ class ScorePositions:
 
 
 def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
-    """The mask of a call by slot, bound. Arrays by key of the caller's ``mask``, [..., S], are by position.
-
-    Raises:
-        ValueError: it fits no call of this shape, or has an array by key and positions have no limit.
-    """
+    """The mask of a call by slot, bound. Arrays by key of the caller's ``mask``, [..., S], are by position."""
     mask = scores.cache.mask(mask)
     exists = scores.exists()
     if not scores.is_packed:
@@ -112,7 +108,7 @@ def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
     of_rows = dataclasses.replace(scores, q_rows=None)
     by_row = mapped(mask, functools.partial(_by_slot, of_rows)).bind(*scores.shape)
     if _varies(by_row):
-        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, scores.cache.length)
+        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, scores.cache.length)  # type: ignore[arg-type]
     return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
 
 
@@ -194,8 +190,7 @@ class SlotBias(Bias):
         """The bias as an array float32 [B, H, T, S]; None for one that is not added, a `ScoreFn`."""
         if isinstance(self.bias, Bias) and not isinstance(self.bias, RelativeBias):
             return None
-        indices = (jnp.arange(n).reshape([-1 if a == own else 1 for a in range(4)]) for own, n in
-                   enumerate((B, H, T, S)))  # fmt: skip
+        indices = jnp.ix_(*map(jnp.arange, (B, H, T, S)))
         return self.apply(jnp.zeros((B, H, T, S), jnp.float32), *indices)
 
     def score_fn(self) -> Bias:

@@ -14,8 +14,7 @@ from attnops_caches.layout import TokenOptions, layout_of
 if TYPE_CHECKING:
     from attnops.typing import DType
 
-# Platforms whose arrays have no padding.
-_UNPADDED: Final = ("cpu", "gpu", "cuda", "rocm")
+_PLATFORMS: Final = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
 def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unpack[TokenOptions]) -> int:
@@ -34,8 +33,8 @@ def bytes_per_page(*, page_size: int, platform: str | None = None, **tokens: Unp
         ValueError: see `PagedCache.create`; a platform with another layout.
     """
     platform = jax.default_backend() if platform is None else platform
-    if platform != "tpu" and platform not in _UNPADDED:
-        raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_UNPADDED, 'tpu']} only")
+    if platform not in _PLATFORMS:
+        raise ValueError(f"platform={platform!r}, but the layout of arrays is known for {[*_PLATFORMS]} only")
     layout, K, lead = layout_of(tokens, joins=True)
     shape = K, check_size("page_size", page_size), layout.elements(layout.width)
     size = _stored_bytes(shape, layout.stored_dtype, platform)
@@ -62,8 +61,7 @@ def pages_that_fit(
     give one device's ``kv_heads``, and the result is each device's number of pages.
 
     Args:
-        hbm_utilization: the share of the memory that weights and pages may take together, above 0 and at most 1; the
-            rest is for temporaries.
+        hbm_utilization: the share of the memory for weights and pages, above 0, at most 1; the rest is for temporaries.
         page_size: slots per page.
         max_model_length: tokens of the longest sequence. If given, the pages must hold it.
         device: whose memory; None for JAX's first local device.

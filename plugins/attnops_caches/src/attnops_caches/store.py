@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from attnops.exported import serialised, serialised_tuple
-from attnops_caches.bits import bits_dtype
+from attnops_caches.bits import bits_dtype, from_bits, to_bits
 from attnops_caches.layout import TokenLayout, TokenOptions, layout_of
 
 CacheOf = TypeVar("CacheOf")
@@ -128,9 +128,9 @@ class Store:
     def at_layer(self, layer: ArrayLike) -> Store:
         """One layer of a store with a layer axis: the arrays stay those of all layers."""
         names = () if self.layout.has_token_scales else ("key_scale", "value_scale")
-        given = {name: x for name in names if (x := getattr(self, name)) is not None}
-        changes: Any = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in given.items()}
-        return dataclasses.replace(self, **changes, layer=jnp.asarray(layer, jnp.int32))
+        scales: Any = {name: x for name in names if (x := getattr(self, name)) is not None}
+        scales = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), scales)
+        return dataclasses.replace(self, **scales, layer=jnp.asarray(layer, jnp.int32))
 
     def flat_blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks as they are read, without a layer axis: the blocks of all layers one after the other.
@@ -147,32 +147,77 @@ class Store:
 
     def decoded(self, blocks: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Some blocks of each array of `_blocks`, [..., K, n, d], as keys and values; float32 with a codec."""
-        return self.layout.decoded({"key_scale": self.key_scale, "value_scale": self.value_scale} | blocks)
+        layout, scales = self.layout, {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        arrays: dict[str, Any] = scales | blocks
+
+        def as_floats(stored: jax.Array, scale: Any) -> jax.Array:
+            x = from_bits(stored, layout.stored_dtype)
+            return x if layout.codec is None else layout.codec.decode(x, scale)
+
+        key = as_floats(layout.key_of(arrays["key"]), arrays["key_scale"])
+        if layout.content == "latent":
+            return key, key[..., : layout.value_head_dim]
+        return key, as_floats(layout.value_of(arrays["key"], arrays.get("value")), arrays["value_scale"])
 
     @functools.partial(jax.jit, inline=True, static_argnames="sparse")  # else each eager call would compile its loop
     def write(self, tokens: dict[str, jax.Array], pieces: Pieces, *, sparse: bool) -> Store:
-        """This store with new tokens; every other slot is unchanged.
+        """This store with new ``tokens``, encoded, in their ``pieces``; every other slot is unchanged.
 
-        Args:
-            tokens: what `encoded` returns of them.
-            pieces: where they go.
-            sparse: whether most pieces may be empty: then the loop leaves these out.
-
-        Memory: O(new tokens) of temporaries; the store itself is updated in place where its buffer is donated.
+        If ``sparse``, most pieces may be empty, and the loop leaves these out. A donated store is updated in place.
         """
         count: jax.Array | int = pieces.row.shape[0]
         if sparse:
             is_some = pieces.size > 0
             order = jnp.argsort(~is_some, stable=True)
             pieces, count = Pieces(*(x[order] for x in pieces)), is_some.sum(dtype=jnp.int32)
-        targets = [getattr(self, name) for name in tokens]
-        written = _write(targets, list(tokens.values()), pieces, count, self.layer)
-        changes: dict[str, Any] = dict(zip(tokens, written, strict=True))
-        return dataclasses.replace(self, **changes)
+        T, n, lead = tokens["key"].shape[2], self.slots, () if self.layer is None else (self.layer,)
+        # The window of a piece may begin before its row's first new token, and end after the last.
+        window = min(T, n)
+        before = 0 if T == 1 else window
+        around = (0, 0), (0, 0), (before, before), (0, 0)
+        padded = {name: x if T == 1 else jnp.pad(x, around[: x.ndim]) for name, x in tokens.items()}
+
+        def write_piece(i: jax.Array, arrays: dict[str, Any]) -> dict[str, Any]:
+            row, first, size, block, slot = (x[i] for x in pieces)
+            zero = jnp.int32(0)
+            start = jnp.clip(slot, 0, n - window)
+            shift = slot - start
+            from_token = zero if T == 1 else first - shift + before
+            written = {}
+            for name, new in padded.items():
+                last = new.shape[3:]
+                place = jnp.arange(window, dtype=jnp.int32).reshape(-1, *(1 for _ in last))
+                is_new = (place >= shift) & (place < shift + size)
+                sizes = (1, new.shape[1], window, *last)
+                at = (*lead, block, zero, start, zero)[: arrays[name].ndim]
+                given = lax.dynamic_slice(new, (row, zero, from_token, zero)[: new.ndim], sizes)
+                old = lax.dynamic_slice(arrays[name], at, (*(1 for _ in lead), *sizes))
+                written[name] = lax.dynamic_update_slice(arrays[name], jnp.where(is_new, given, old), at)
+            return written
+
+        arrays = {name: getattr(self, name) for name in padded}
+        if isinstance(count, int) and count == 1:
+            return dataclasses.replace(self, **write_piece(jnp.int32(0), arrays))
+        return dataclasses.replace(self, **lax.fori_loop(jnp.int32(0), jnp.int32(count), write_piece, arrays))
 
     def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
-        """New tokens as they are stored, see `TokenLayout.encoded`."""
-        return self.layout.encoded(key, value, self.key_scale, self.value_scale)
+        """New tokens [B, T, K, d] as stored, [B, K, T, elements], and scales by token, float32 [B, K, T], by array."""
+        layout, codec, arrays = self.layout, self.layout.codec, {}
+        for name, x, scale in ("key", key, self.key_scale), ("value", value, self.value_scale):
+            if x is None:
+                continue
+            stored = x.swapaxes(1, 2)
+            if codec is not None:
+                stored, scales = codec.encode(stored, None if layout.has_token_scales else scale)
+                if layout.has_token_scales:
+                    arrays[f"{name}_scale"] = scales
+            arrays[name] = to_bits(stored)
+        if layout.content != "separate":
+            first, last = arrays["key"], [arrays.pop("value")] if value is not None else []
+            padding = layout.elements(layout.width) - first.shape[-1] - sum(x.shape[-1] for x in last)
+            zeros = [jnp.zeros((*first.shape[:-1], padding), first.dtype)] if padding else []
+            arrays["key"] = jnp.concatenate([first, *zeros, *last], axis=-1)
+        return arrays
 
 
 def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[TokenOptions]) -> Store:
@@ -182,10 +227,9 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
     """
     layout, K, lead = layout_of(tokens, joins)
     codec, is_latent = layout.codec, layout.content == "latent"
-    stored = bits_dtype(layout.stored_dtype)
 
     def array(features: int) -> jax.Array:
-        return jnp.zeros((*lead, blocks, K, slots, layout.elements(features)), stored)
+        return jnp.zeros((*lead, blocks, K, slots, layout.elements(features)), bits_dtype(layout.stored_dtype))
 
     def scales(name: str, given: ArrayLike | None) -> jax.Array | None:
         if codec is None or codec.scales == "token_head":
@@ -196,8 +240,8 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
         shape = () if codec.scales == "tensor" else (K,)
         if given is None:
             raise ValueError(f"{name} is missing: with scales={codec.scales!r} it must be given, float32 {list(shape)}")
-        known = isinstance(given, (int, float, np.ndarray, np.generic, list, tuple))
-        if known and not all(np.isfinite(x) and x > 0 for x in np.asarray(given, np.float32).ravel()):
+        is_known = not isinstance(given, jax.Array)
+        if is_known and not all(np.isfinite(x) and x > 0 for x in np.asarray(given, np.float32).ravel()):
             raise ValueError(f"{name}={given} must be finite and above 0: tokens are stored as x / {name}")
         array = jnp.asarray(given, jnp.float32)
         if array.shape not in (shape, (*lead, *shape)):
@@ -213,45 +257,3 @@ def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[
         value_scale=None if is_latent else scales("value_scale", tokens.get("value_scale")),
         layout=layout,
     )
-
-
-def _write(
-    targets: list[jax.Array],
-    tokens: list[jax.Array],
-    pieces: Pieces,
-    count: jax.Array | int,
-    layer: jax.Array | None,
-) -> list[jax.Array]:
-    """Each target, [blocks, K, n, d] or [blocks, K, n], with pieces of new tokens, [B, K, T, d] or [B, K, T].
-
-    Only the first ``count`` pieces are written; to one layer of targets with a layer axis in front.
-    """
-    lead = () if layer is None else (layer,)
-    T, n = tokens[0].shape[2], targets[0].shape[len(lead) + 2]
-    # The window of a piece may begin before its row's first new token, and end after the last.
-    window = min(T, n)
-    before = 0 if T == 1 else window
-    around = (0, 0), (0, 0), (before, before), (0, 0)
-    padded = [x if T == 1 else jnp.pad(x, around[: x.ndim]) for x in tokens]
-
-    def piece(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-        row, first, size, block, slot = (x[i] for x in pieces)
-        zero = jnp.int32(0)
-        start = jnp.clip(slot, 0, n - window)
-        shift = slot - start
-        from_token = zero if T == 1 else first - shift + before
-        results = []
-        for array, new in zip(arrays, padded, strict=True):
-            last = new.shape[3:]
-            place = jnp.arange(window, dtype=jnp.int32).reshape(-1, *(1 for _ in last))
-            is_new = (place >= shift) & (place < shift + size)
-            sizes = (1, new.shape[1], window, *last)
-            at = (*lead, block, zero, start, zero)[: array.ndim]
-            given = lax.dynamic_slice(new, (row, zero, from_token, zero)[: new.ndim], sizes)
-            old = lax.dynamic_slice(array, at, (*(1 for _ in lead), *sizes))
-            results.append(lax.dynamic_update_slice(array, jnp.where(is_new, given, old), at))
-        return results
-
-    if isinstance(count, int) and count == 1:
-        return piece(jnp.int32(0), targets)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(count), piece, targets)

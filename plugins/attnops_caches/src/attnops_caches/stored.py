@@ -16,7 +16,7 @@ from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import check_layer, integers_by_row
-from attnops_caches.placement import pending as pending_by_shard
+from attnops_caches.placement import append_by_shard
 from attnops_caches.rows import Rows
 from attnops_caches.store import NewTokens, Pending, Pieces, Store
 from attnops_caches.tiles import StoreLoader, TileLoader
@@ -60,14 +60,9 @@ class StoredCache(Cache):
 
     def describe(self) -> CacheRequest:
         layout, codec = self.store.layout, self.codec
-        return dataclasses.replace(
-            super().describe(),
-            codec="" if codec is None else codec.dtype,
-            scales="" if codec is None else codec.scales,
-            latent=self.is_latent,
-            width=layout.width,
-            joined=layout.content == "joined",
-        )
+        fields: Any = {"latent": self.is_latent, "joined": layout.content == "joined", "width": layout.width}
+        fields |= {} if codec is None else {"codec": codec.dtype, "scales": codec.scales}
+        return dataclasses.replace(super().describe(), **fields)
 
     @property
     def kv_heads(self) -> int:
@@ -115,11 +110,7 @@ class StoredCache(Cache):
         return StoreLoader(self.store, None)
 
     def pending(
-        self,
-        key: ArrayLike,
-        value: ArrayLike | None = None,
-        lengths: ArrayLike | None = None,
-        rows: Rows | None = None,
+        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None, rows: Rows | None = None
     ) -> Pending[Self]:
         """`append` without its writes, for a kernel that writes.
 
@@ -127,18 +118,16 @@ class StoredCache(Cache):
             ValueError: see `append`.
             UnsupportedError: a mesh shards the context; or rows are packed, and it shards the cache's rows.
         """
-        given = self._new(key, value, lengths, rows)
-        placement = self.active_placement
-        return self._pending(*given) if placement is None else pending_by_shard(placement, self, *given)
+        given, placement = self._new(key, value, lengths, rows), self.active_placement
+        return self._pending(*given) if placement is None else Pending(*append_by_shard(placement, False, self, *given))
 
     def _pending(
         self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
     ) -> Pending[Self]:
         """`pending` on one device, its arguments checked."""
-        planned = self.planned(key.shape[1], count, rows)
-        first, blocks = self._first_new(planned.pieces)
-        new = NewTokens(self.store.encoded(key, value), first, planned.fit, blocks, planned.starts)
-        return Pending(self.grown(planned), new)
+        cache, pieces, fit, starts = self.grown(key.shape[1], count, rows)
+        first, blocks = self._first_new(pieces)
+        return Pending(cache, NewTokens(self.store.encoded(key, value), first, fit, blocks, starts))
 
     def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
         """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
@@ -147,8 +136,7 @@ class StoredCache(Cache):
             new: the tokens.
             rows: whose are written, bool [B].
 
-        The loop that writes has an iteration for each page of these rows that has new tokens; before it, all pages that
-        the tokens of all rows might lie in are sorted.
+        The loop that writes has an iteration for each page of these rows that has new tokens.
 
         Raises:
             ValueError: the cache is on a mesh: a kernel is given each device's shard.
@@ -172,16 +160,14 @@ class StoredCache(Cache):
     def layer(self, layer: ArrayLike) -> Self:
         """One layer of a cache with a layer axis, for `jax.lax.scan` over layers without a copy of the cache.
 
-        The arrays stay those of all layers, so that an append updates them in place: carry the cache through the scan,
-        and put the layer back by `with_layer`::
+        The arrays stay those of all layers, so that an append updates them in place: carry the cache through the scan
+        (as its input and output XLA would copy it), and put the layer back by `with_layer`::
 
             def block(carry, layer):
                 x, cache = carry
                 ...
                 out, one = op.step(query, key, value, cache.layer(layer), mask=Causal())
                 return (x, cache.with_layer(layer, one)), None
-
-        A cache that is an input and an output of the scan, and not its carry, is copied by XLA.
 
         Args:
             layer: an integer, which may be traced.
@@ -210,8 +196,11 @@ class StoredCache(Cache):
         check_layer(layer, self.lengths.shape[0])
         new = one._of_layer()
         fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
-        store = dataclasses.replace(self.store, **one.store._blocks())  # type: ignore[arg-type]
-        return dataclasses.replace(self, store=store, **fields)  # type: ignore[arg-type]
+        return self.with_blocks(one.store._blocks(), **fields)
+
+    def with_blocks(self, blocks: dict[str, jax.Array], **fields: Any) -> Self:
+        """This cache with other arrays in its store, by their names, and other fields."""
+        return dataclasses.replace(self, store=dataclasses.replace(self.store, **blocks), **fields)  # type: ignore[arg-type]
 
     def read(self) -> Contents:
         self._check_layer()
@@ -221,13 +210,13 @@ class StoredCache(Cache):
         by_token = PartitionSpec(placement.batch, placement.slots, placement.kv_heads)
         by_slot = PartitionSpec(placement.batch, placement.slots)
         specs = Contents(by_token, by_token, by_slot, by_slot)  # type: ignore[arg-type]
-        result: Contents = placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)
-        return result
+        return placement.by_compiler(lambda cache: cache.without_mesh().read(), specs, self)  # type: ignore[no-any-return]
 
     @abc.abstractmethod
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
         """``keys`` and ``values`` of `read`, on one device."""
 
     def _of_layer(self) -> dict[str, jax.Array]:
-        """The arrays outside the store that have the layer axis."""
-        return self._rows()
+        """The arrays outside the store, which have the layer axis too."""
+        names = [x.name for x in dataclasses.fields(self) if x.name != "store" and not x.metadata.get("static")]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -12,7 +12,6 @@ import numpy as np
 from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
-from attnops_caches.base import Planned
 from attnops_caches.dense import RowCache
 from attnops_caches.integers import check_size
 from attnops_caches.layout import TokenOptions
@@ -36,8 +35,7 @@ class WindowCache(RowCache):
     ``mask & SlidingWindow(window - 1, None)`` were given over a `DenseCache`. Masks and biases with an array by key are
     refused, since positions grow beyond the slots.
 
-    An append of more than ``max_append`` tokens per row raises a `ValueError`; if packed rows are traced, the tokens of
-    a run beyond these don't fit.
+    More than ``max_append`` tokens of a row at once raise a `ValueError`; of traced packed rows, the others don't fit.
 
     Attributes:
         written: one more than the largest index that was ever written, int32 [B].
@@ -68,8 +66,7 @@ class WindowCache(RowCache):
         Args:
             batch: B, the rows.
             window: tokens that a query sees, itself included.
-            max_append: the most tokens of one append; a longer prompt is appended in chunks. So many tokens can also be
-                taken back by `truncate`.
+            max_append: the most tokens of one append, and that `truncate` takes back; give a longer prompt in chunks.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             **tokens: `TokenOptions`, what every storage is created with.
 
@@ -84,19 +81,15 @@ class WindowCache(RowCache):
     def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
         return self.lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]
 
-    def check_append(self, T: int, rows: Rows | None) -> None:
-        why = "more would overwrite tokens that a query still sees; append in chunks"
-        self._check_run("tokens are appended", why, T, rows)
-
-    def check_queries(self, T: int, rows: Rows | None) -> None:
-        why = "it no longer has all tokens that the first of them sees; call it with the queries of one append"
-        self._check_run("queries of a row are given", why, T, rows)
-
-    def _check_run(self, what: str, why: str, T: int, rows: Rows | None) -> None:
+    def check_run(self, T: int, rows: Rows | None, *, appends: bool) -> None:
         most = T if rows is None else 0
         if rows is not None and not isinstance(rows.starts, jax.Array):  # as far as it is known when tracing
             most = int(np.diff(np.asarray(rows.starts).astype(np.int64)).max(initial=0))
         if self.max_append < most:
+            what, why = "tokens are appended", "more would overwrite tokens that a query still sees; append in chunks"
+            if not appends:
+                what = "queries of a row are given"
+                why = "it no longer has all tokens that the first of them sees; call it with the queries of one append"
             raise ValueError(
                 f"{most} {what} at once, but the cache was created with max_append={self.max_append}: {why}, or "
                 f"create it with more"
@@ -113,14 +106,14 @@ class WindowCache(RowCache):
         pieces = Pieces(run, zero, before, rows, slot), Pieces(run, before, fit - before, rows, zero)
         return Pieces(*(jnp.concatenate(x) for x in zip(*pieces, strict=True))), fit
 
-    def grown(self, planned: Planned) -> Self:
-        cache = super().grown(planned)
-        return dataclasses.replace(cache, written=jnp.maximum(self.written, cache.lengths))
+    def grown(
+        self, T: int, count: jax.Array | None, rows: Rows | None
+    ) -> tuple[Self, Pieces, jax.Array, jax.Array | None]:
+        cache, pieces, fit, starts = super().grown(T, count, rows)
+        return dataclasses.replace(cache, written=jnp.maximum(self.written, cache.lengths)), pieces, fit, starts
 
     def truncate(self, lengths: ArrayLike) -> Self:
-        """See `Cache.truncate`. Taking back more than ``max_append`` tokens sets ``overflowed`` where the ring lost
-        tokens that the next query sees.
-        """
+        """See `Cache.truncate`; sets ``overflowed`` where the ring lost tokens that the next query sees."""
         cache = super().truncate(lengths)
         kept = cache.lengths
         # If only padding is kept, the ring's tokens are of no use, and its slots are free.

@@ -1,12 +1,11 @@
-"""A call over a cache as a `Call`: its arguments checked, its mask and bias bound to the cache's slots.
-
-`attnops_caches.scores` converts masks and biases from positions to slots, and adds the mask of what the cache holds.
-So any implementation computes the same from the arrays of ``cache.read()``, see `attnops_caches.calls.run`.
+"""A call over a cache as a `Call`: its arguments checked, its mask and bias bound to the cache's slots, so that any
+implementation computes the same from the arrays of ``cache.read()``, see `attnops_caches.calls.run`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -29,6 +28,7 @@ from attnops_caches.scores import ScorePositions, slot_bias, slot_mask
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
+    from attnops.dispatch.attention import OperationImpl
     from attnops_caches.base import Cache
     from attnops_caches.rows import Rows
 
@@ -38,49 +38,45 @@ NO_GRADIENT: Final = (
 )
 
 
-def bind_cached(
-    metadata: OperationMetadata,
-    query: ArrayLike,
-    cache: Cache,
-    options: dict[str, Any],
-) -> Call:
-    """The call of an attention operation over a cache, which already holds the queries' tokens; see `Cache.bind`.
+def bind_cached(cache: Cache, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
+    """See `attnops.Source.bind`: a call over a cache, which already holds the queries' tokens.
 
-    The option ``_lengths``, int32 [B], is the rows' lengths with these queries, if they are not the cache's because
-    some did not fit.
+    It has two options in addition to the operation's. ``query_lengths``, integers [B]: the first ``query_lengths[b]``
+    queries of row b are real, the others give output 0 and logsumexp −inf; None: all T. Query i of row b is the token
+    of index ``lengths[b] - query_lengths[b] + i``. ``rows``, a `Rows`: the rows are packed, the query is [1, N, H, D],
+    and masks and biases are given for [B, H, N, S]; None for a batch. From `step` there is also ``_lengths``, int32
+    [B]: the rows' lengths with these queries, also those that did not fit.
 
     Raises:
         ValueError: arguments that fit no implementation.
     """
+    metadata, options = operation.metadata, dict(options)
     query_lengths, rows, lengths = (options.pop(name, None) for name in ("query_lengths", "rows", "_lengths"))
     query = check_array("query", query)
-    if metadata.layout == "BHTD":
-        query = swap_heads("query", query)
+    query = swap_heads("query", query) if metadata.layout == "BHTD" else query
     cache._check_layer()
     if options.get("dropout_key") is not None:
         raise ValueError("dropout_key is given, but attention over a cache has no dropout; leave it out")
-    options = options | {"mode": _mode(metadata, options.get("mode"), query.shape[1])}
-    if rows is not None:
-        check_rows(rows)
-    _check_query(query, cache, rows)
+    options["mode"] = _mode(metadata, options.get("mode"), query.shape[1])
     if rows is not None and query_lengths is not None:
         raise ValueError("rows and query_lengths are both given: packed rows have their lengths in rows.starts")
+    _check_query(query, cache, rows)
     scores = _scores(query, cache, query_lengths, rows, lengths)
-    cache.check_queries(query.shape[1], rows)
+    cache.check_run(query.shape[1], rows, appends=False)
     mask, bias = options.get("mask"), options.get("bias")
     if mask is not None and not isinstance(mask, Mask):
         mask = bind_mask(mask, scores.shape)
-    options = options | {"mask": slot_mask(mask, scores)}
+    options["mask"] = slot_mask(mask, scores)
     if bias is not None:
         options["bias"] = slot_bias(bias, scores)
+    stored = str(jnp.dtype(cache.dtype).name)
     if metadata.runtime_dtype is not None:
         query = query.astype(metadata.runtime_dtype)
-    _, H, _, _ = scores.shape
-    B, _, T, S = scores.slots_shape
+        stored = dtype_name(query)
+    B, H, T, S = scores.slots_shape
     dimensions = Dimensions(B, T, H, cache.head_dim, S, cache.kv_heads, cache.value_head_dim)
-    stored = dtype_name(query) if metadata.runtime_dtype is not None else str(jnp.dtype(cache.dtype).name)
     request, given = bind_options(metadata, dimensions, (dtype_name(query), stored, stored), options)
-    source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed, rows=cache.batch)
+    source = dataclasses.replace(cache.describe(), is_packed=scores.is_packed)
     if scores.is_packed:
         inner = options["mask"].mask if isinstance(options["mask"], PackedByRow) else options["mask"]
         source = dataclasses.replace(source, mask_kinds=inner.kinds(), mask_primitives=mask_primitives(inner))
@@ -134,7 +130,7 @@ def _scores(
         real = cache.row_lengths("query_lengths", query_lengths, T)
         return ScorePositions((B, H, T, S), cache.query_positions(T, real, lengths), None, cache)
     lengths, starts = whole(cache.lengths if lengths is None else lengths), whole(cache.starts)
-    row, index = rows.checked(T, B).of_queries(T, lengths)
+    row, index = check_rows(rows, T, B).of_queries(T, lengths)
     position = index - starts[jnp.maximum(row, 0)]
     position = jnp.where((row >= 0) & (index >= 0) & (position >= 0), position, -1)
     return ScorePositions((B, H, T, S), position[None], row[None], cache)

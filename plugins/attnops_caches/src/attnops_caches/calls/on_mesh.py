@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from attnops.dispatch.binding import shapes_of
 from attnops.dispatch.call import Call
 from attnops.dispatch.result import check_output
-from attnops.errors import Reason, UnsupportedError
+from attnops.errors import Reason
 from attnops.masks.at import At
 from attnops.masks.base import Mask
 from attnops.output import OPTIONAL_FIELDS, OperationOutput
@@ -43,7 +43,7 @@ from attnops.softmax import PartialSoftmax, exp_sum, log_sum, merge, with_sinks
 from attnops_caches.calls.reader import attention_request, cache_of
 from attnops_caches.calls.run import partial_on_device, run_on_device
 from attnops_caches.masks.packed import PackedByRow
-from attnops_caches.placement import Placement, check_packed, placement_of
+from attnops_caches.placement import Placement, check_packed, placement_of, refusal
 from attnops_caches.scores import masks_in
 
 if TYPE_CHECKING:
@@ -74,11 +74,7 @@ def find_cache_boundary(
     """How a call over a cache is sharded: as the cache is, or by the rules where it has no placement.
 
     ``mesh`` and ``rules`` are the metadata's; without a mesh it is the cache's, the current one, or else that of the
-    arrays.
-
-    Raises:
-        ValueError: ``mesh``, that of the cache and the current mesh have different axes.
-        UnsupportedError: see `Placement.free`.
+    arrays. If these meshes have different axes, a `ValueError` is raised.
     """
     given = cache.placement
     if given is not None and mesh is not None and dict(given.mesh.shape) != dict(mesh.shape):
@@ -124,10 +120,7 @@ def run_over_cache(
     operation: OperationImpl, forward: str, call: Call, new: NewTokens | None = None
 ) -> tuple[OperationOutput, Cache]:
     """Attention over a cache, and the cache with the new tokens of a step, if any, which the same kernel writes; under
-    a mesh each device computes its shard.
-
-    Raises:
-        UnsupportedError: what can't be computed from partial softmaxes, or from some of the keys.
+    a mesh each device computes its shard. What needs all keys where they are sharded raises an `UnsupportedError`.
     """
     boundary, request, (query, cache), options = call.boundary, attention_request(call), call.args, call.options
     if boundary is None:
@@ -184,14 +177,11 @@ def run_over_cache(
     output = boundary.typed(OperationOutput(**dict(zip(wanted, results[: len(wanted)], strict=True))))
     if new is None:
         return output, cache
-    arrays = dict(zip(written, results[len(wanted) :], strict=True))
-    return output, dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays))
+    return output, cache.with_blocks(dict(zip(written, results[len(wanted) :], strict=True)))
 
 
 def may_step(boundary: Boundary | None, cache: Cache) -> bool:
-    """Whether each device may write the tokens of a step to its shard of a cache: the call must be sharded as the cache
-    is, and the context of a row must be on one device.
-    """
+    """Whether each device may write a step's tokens to its shard: the call is sharded as the cache, but no context."""
     if boundary is None:
         return cache.placement is None
     assert isinstance(boundary, CacheBoundary)
@@ -226,8 +216,7 @@ def _check_partial(keys: Entry, options: Options) -> None:
         reasons.append(Reason("mask", repr(mask), f"it numbers the keys, which the mesh axes {axes} shard",
                               "declare its axes, or AxisRules(kv_length=None)"))  # fmt: skip
     if reasons:
-        listed = "".join(f"\n  - {reason}" for reason in reasons)
-        raise UnsupportedError(f"attention over keys that are sharded over {axes}:{listed}", reasons)
+        raise refusal(f"attention over keys that are sharded over {axes}", *reasons)
 
 
 def _numbering_keys(mask: Mask) -> Mask | None:
@@ -241,13 +230,12 @@ def _numbering_keys(mask: Mask) -> Mask | None:
 
 def _with_heads(cache: Any, shard: Shard, group: int) -> Any:
     """A cache with the kv heads that this device's query heads use; a copy, unless those are all."""
-    store = cache.store
     if cache.kv_heads == 1:
         return cache
 
     def chosen(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return x
-        return kv_heads_of(store.own(x), shard, group, 1) if x.ndim > 1 else kv_heads_of(x, shard, group, 0)
+        return kv_heads_of(cache.store.own(x), shard, group, 1) if x.ndim > 1 else kv_heads_of(x, shard, group, 0)
 
-    return dataclasses.replace(cache, store=dataclasses.replace(jax.tree.map(chosen, store), layer=None))
+    return dataclasses.replace(cache, store=dataclasses.replace(jax.tree.map(chosen, cache.store), layer=None))

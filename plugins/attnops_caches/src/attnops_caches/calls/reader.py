@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Unpack
 
-import jax
-
-from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.forwards import keyword_options
 from attnops.dispatch.options import ScoreOptions
-from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason
 
 if TYPE_CHECKING:
+    import jax
+
+    from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache
@@ -72,16 +70,12 @@ class CacheLimits:
 
     def reasons(self, cache: CacheRequest) -> list[Reason]:
         """Every limit that reading ``cache`` in place breaks."""
-        named = ("cache", cache.storage, self.storages), ("cache.codec", cache.codec, self.codecs)
-        reasons = [
-            Reason(name, given, f"must be one of {sorted(known)} to be read in place")
-            for name, given, known in named
-            if given and known is not None and given not in known
-        ]
+        reasons = []
+        for name, given, known in ("cache", cache.storage, self.storages), ("cache.codec", cache.codec, self.codecs):
+            if given and known is not None and given not in known:
+                reasons.append(Reason(name, given, f"must be one of {sorted(known)} to be read in place"))
         flags = ("latent", cache.latent, self.latent), ("rows", cache.is_packed, self.packed)
-        return reasons + [
-            Reason(name, given, "is not read in place") for name, given, can in flags if given and not can
-        ]
+        return reasons + [Reason(name, True, "is not read in place") for name, given, can in flags if given and not can]
 
 
 class CacheReader(abc.ABC):
@@ -147,10 +141,7 @@ def attention_request(call: Call) -> AttentionRequest:
 
 
 def reader_of(operation: OperationImpl, forward: str) -> CacheReader | None:
-    """The reader of a forward, from the nearest class in the MRO that declares one; None if there is none.
-
-    A class that defines the forward itself does not inherit a reader.
-    """
+    """A forward's reader, that of the nearest class in the MRO; a class that defines the forward inherits none."""
     for cls in type(operation).__mro__:
         reader = vars(cls).get("readers", {}).get(forward) or READERS.get(cls, {}).get(forward)
         if reader is not None:
@@ -162,32 +153,19 @@ def reader_of(operation: OperationImpl, forward: str) -> CacheReader | None:
     return None
 
 
-def may_write(operation: OperationImpl) -> bool:
-    """Whether some step of an operation may be one kernel; False is certain."""
-    if type(operation).chosen is not OperationImpl.chosen:  # `auto`: it picks by the request
-        return (operation.metadata.platform or jax.default_backend()) != "cpu"
-    readers = [reader_of(operation, forward) for forward in {*itertools.chain(*FORWARD_CHAIN.values())}]
-    return any(reader is not None and reader.writes for reader in readers)
-
-
 def in_place_reasons(operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
     """Why a forward can't read the cache of a request in place; empty where it can."""
     cache, reader = cache_of(request), reader_of(operation, forward)
     if reader is None:
         return [Reason("cache", cache.storage, f"{type(operation).__name__} has no reader of caches for {forward}")]
-    unknown = request.options - keyword_options(type(reader).attend)
-    reasons = [
-        Reason(option, "given", f"{type(reader).__name__}.attend has no such option") for option in sorted(unknown)
-    ]
+    unknown, rule = request.options - keyword_options(type(reader).attend), "attend has no such option"
+    reasons = [Reason(option, "given", f"{type(reader).__name__}.{rule}") for option in sorted(unknown)]
     reasons += reader.limits.reasons(cache) + operation.own_reasons(forward, request)
     return [*reasons, *reader.unsupported(operation, request)]
 
 
 def step_reasons(operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
-    """Why a step can't write the tokens in its kernel, and appends them before; empty if it can.
-
-    On a mesh, some steps append them before in any case, see `attnops_caches.calls.step`.
-    """
+    """Why a step appends the tokens before its kernel, which can't write them; see also `attnops_caches.calls.step`."""
     reader = reader_of(operation, forward)
     if reader is None or not reader.writes:
         name = type(operation).__name__

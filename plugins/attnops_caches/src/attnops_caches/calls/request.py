@@ -66,17 +66,17 @@ class CacheRequest(SourceRequest):
         return operation.own_reasons(forward, over_arrays)
 
     def use(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> CacheUse:
-        if not (reasons := in_place_reasons(operation, forward, request)):
+        if reasons := in_place_reasons(operation, forward, request):
+            features, size = request.head_dim + request.value_head_dim, jnp.dtype(request.dtypes[1]).itemsize
+            bytes_read = request.batch * request.key_length * request.kv_heads * features * size
+            why = "; ".join(map(str, reasons))
+            reads = f"reads the cache into arrays by cache.read(), {printed_bytes(bytes_read)} a call: {why}"
+        else:
             reads, bytes_read = f"reads the cache in place (forward_{forward})", 0
             reader = reader_of(operation, forward)
             if self.page_size and self.rows > 1 and reader is not None:
                 why = "; ".join(map(str, reader.not_shared(request)))
                 reads += f"; pages that rows share {f'are read by each: {why}' if why else 'once if it saves time'}"
-        else:
-            features, size = request.head_dim + request.value_head_dim, jnp.dtype(request.dtypes[1]).itemsize
-            bytes_read = request.batch * request.key_length * request.kv_heads * features * size
-            why = "; ".join(map(str, reasons))
-            reads = f"reads the cache into arrays by cache.read(), {printed_bytes(bytes_read)} a call: {why}"
         steps = (
             "op.step writes the tokens in the kernel; before it where a mesh shards the context, or shards kv heads "
             "otherwise than the query's"
@@ -88,9 +88,9 @@ class CacheRequest(SourceRequest):
 
 def slots_of_row(request: AttentionRequest) -> int:
     """The keys of each row: S, or the slots of one row if rows are packed."""
-    source = request.source
-    is_packed = isinstance(source, CacheRequest) and source.is_packed
-    return request.key_length // source.rows if is_packed else request.key_length  # type: ignore[union-attr]
+    cache = request.source
+    rows = cache.rows if isinstance(cache, CacheRequest) and cache.is_packed else 1
+    return request.key_length // rows
 
 
 def printed_bytes(size: int) -> str:

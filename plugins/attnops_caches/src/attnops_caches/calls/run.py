@@ -36,8 +36,7 @@ def run_on_device(
     assert reader is not None
     if new is None:
         return reader.attend(operation, query, cache, **call.options), cache
-    result: tuple[OperationOutput, Cache] = reader.step(operation, query, cache, new, **call.options)
-    return result
+    return reader.step(operation, query, cache, new, **call.options)
 
 
 def partial_on_device(operation: OperationImpl, forward: str, call: Call) -> PartialSoftmax:
@@ -67,26 +66,25 @@ def arrays_of(call: Call) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[
             )
     if cache_of(request).is_packed:
         keys, values = (x.reshape(1, -1, *x.shape[2:]) for x in (keys, values))
-    options = dict(call.options)
+    options = dict(call.options) | {"mode": request.mode}
+    shape = request.batch, request.heads, request.query_length, request.key_length
     if "mask" in options:
-        shape = request.batch, request.heads, request.query_length, request.key_length
         options["mask"] = by_arrays(by_query(options["mask"], shape))
     bias = options.get("bias")
     if isinstance(bias, SlotBias):
-        array = bias.array(request.batch, request.heads, request.query_length, request.key_length)
+        array = bias.array(*shape)
         options["bias"] = bias.score_fn() if array is None else array
-    return (query, keys, values), options | {"mode": request.mode}
+    return (query, keys, values), options
 
 
 def _over_arrays(operation: OperationImpl, call: Call) -> OperationOutput:
-    args, options = arrays_of(call)
+    (query, keys, values), options = arrays_of(call)
+    finite = jnp.isfinite(values) if cache_of(attention_request(call)).is_packed else None
+    values = values if finite is None else jnp.where(finite, values, 0)
     of_arrays = _in_bthd(operation)
-    if not cache_of(attention_request(call)).is_packed:
-        result: OperationOutput = of_arrays.run(of_arrays.prepare(*args, **options))
+    result: OperationOutput = of_arrays.run(of_arrays.prepare(query, keys, values, **options))
+    if finite is None:
         return result
-    query, keys, values = args
-    finite = jnp.isfinite(values)
-    result = of_arrays.run(of_arrays.prepare(query, keys, jnp.where(finite, values, 0), **options))
     return result.replace(attention_outputs=_not_finite(call, result.attention_outputs, finite))
 
 
@@ -106,14 +104,11 @@ def _not_finite(call: Call, out: jax.Array, finite: jax.Array) -> jax.Array:
 
     if not isinstance(finite, jax.core.Tracer):  # `lax.cond` would compile `poisoned` in each call
         return out if finite.all() else poisoned(out)
-    poisoned_out: jax.Array = lax.cond(finite.all(), lambda out: out, poisoned, out)
-    return poisoned_out
+    return lax.cond(finite.all(), lambda out: out, poisoned, out)  # type: ignore[no-any-return]
 
 
 def _in_bthd(operation: OperationImpl) -> OperationImpl:
     """The operation in the layout "BTHD", which a cache's arrays have in any case."""
-    metadata = operation.metadata
-    if metadata.layout == "BTHD":
+    if operation.metadata.layout == "BTHD":
         return operation
-    made: Any = border.make(type(operation), metadata.replace(layout="BTHD"))
-    return made  # type: ignore[no-any-return]
+    return border.make(type(operation), operation.metadata.replace(layout="BTHD"))  # type: ignore[return-value]

@@ -8,6 +8,7 @@ differently, or if rows are packed and it shards the cache's rows.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,34 +16,36 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import check_array, swap_heads
 from attnops.dispatch.decision import decide
+from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.kernels.nograd import without_gradient
 from attnops.sharding.placing import whole
 from attnops_caches.calls.bind import NO_GRADIENT
 from attnops_caches.calls.on_mesh import may_step, run_over_cache
-from attnops_caches.calls.reader import attention_request, may_write, step_reasons
+from attnops_caches.calls.reader import attention_request, reader_of, step_reasons
+from attnops_caches.rows import Rows, check_rows
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-    from attnops.dispatch.attention import OperationImpl
     from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache, CacheType
-    from attnops_caches.rows import Rows
-    from attnops_caches.store import NewTokens
 
 
 def step(
+    cache: CacheType,
     operation: OperationImpl,
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike | None,
-    cache: CacheType,
     options: Mapping[str, Any],
 ) -> tuple[OperationOutput, CacheType]:
-    """The output and the cache of `Cache.step`, whose arguments these are.
+    """See `attnops.OperationImpl.step`: with ``rows`` query, key and value are [1, N, …], one batch of N tokens.
+
+    Queries of tokens that did not fit see the tokens that did; ``overflowed`` says so.
 
     Raises:
         ValueError: a query of another length than the key; see also `Cache.append`.
@@ -68,10 +71,13 @@ def step(
     tokens = key, value, query_lengths, rows
     if _may_fuse(operation, cache, rows):
         stored: Any = cache
-        pending = stored.pending(*tokens)
-        result: Any = _fused(operation, call(pending.cache), pending.new, cache)
-        if result is not None:
-            return result  # type: ignore[no-any-return]
+        grown, new = stored.pending(*tokens)
+        fused = call(grown)
+        chosen = operation.chosen(fused)
+        forward = decide(chosen, request := attention_request(fused))
+        if not step_reasons(chosen, forward, request) and may_step(fused.boundary, cache):
+            output, written = run_over_cache(chosen, forward, fused, without_gradient((new,), NO_GRADIENT)[0])
+            return chosen.finish(fused, output), written  # type: ignore[return-value]
     after = cache.append(*tokens)
     return operation.run(call(after)), after
 
@@ -93,7 +99,7 @@ def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows:
     """
     if rows is None:
         return cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
-    runs = rows.checked(T, cache.batch)
+    runs = check_rows(rows, T, cache.batch)
     # Not a scatter, which explicit mesh axes do not allow.
     is_of_row = jnp.arange(cache.batch, dtype=jnp.int32)[:, None] == runs.slots
     return whole(cache.lengths) + jnp.where(is_of_row, runs.first_counts(T, cache.batch), 0).sum(1, dtype=jnp.int32)
@@ -103,14 +109,9 @@ def _may_fuse(operation: OperationImpl, cache: Cache, rows: Rows | None) -> bool
     """Whether a kernel may write the tokens; False is certain."""
     placement = cache.placement
     is_sharded = placement is not None and (placement.slots or (rows is not None and placement.batch))
-    return cache.is_stored and not is_sharded and may_write(operation)
-
-
-def _fused(operation: OperationImpl, call: Call, new: NewTokens, cache: Cache) -> tuple[OperationOutput, Cache] | None:
-    """A step whose kernel writes the new tokens; None where there is no such kernel. ``cache`` is that before them."""
-    operation = operation.chosen(call)
-    forward = decide(operation, request := attention_request(call))
-    if step_reasons(operation, forward, request) or not may_step(call.boundary, cache):
-        return None
-    output, written = run_over_cache(operation, forward, call, without_gradient((new,), NO_GRADIENT)[0])
-    return operation.finish(call, output), written
+    if is_sharded or not cache.is_stored:
+        return False
+    if type(operation).chosen is not OperationImpl.chosen:  # `auto`: it picks by the request
+        return (operation.metadata.platform or jax.default_backend()) != "cpu"
+    readers = (reader_of(operation, forward) for forward in {*itertools.chain(*FORWARD_CHAIN.values())})
+    return any(reader is not None and reader.writes for reader in readers)

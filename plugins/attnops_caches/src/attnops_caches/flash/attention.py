@@ -1,7 +1,5 @@
 """Flash attention over a cache, in place: tiles are loaded from its blocks and dequantised one at a time.
 
-A few queries over a float32 cache whose slots are mostly seen are computed at once instead, see `whole`.
-
 The scores are those of `attnops_caches.scores`, by slot; only tiles that hold a key that some query sees are loaded.
 """
 
@@ -17,7 +15,7 @@ import jax
 from attnops.errors import Reason
 from attnops.kernels.flash import FlashCall
 from attnops.masks.at import At
-from attnops.masks.base import And, Mask
+from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
 from attnops.operations.flash import FlashAttention
 from attnops.operations.flash.backend import NativeFlash, call_once
@@ -30,7 +28,7 @@ from attnops.output import OperationOutput
 from attnops_caches.calls.reader import READERS, CacheLimits, CacheOptions, CacheReader, cache_of
 from attnops_caches.codec import LARGEST
 from attnops_caches.flash import cascade, whole
-from attnops_caches.masks.chosen import smallest_block
+from attnops_caches.masks.chosen import block_size, least
 from attnops_caches.masks.packed import by_query
 from attnops_caches.masks.slots import AtSlots
 from attnops_caches.tiles import StoreLoader, TileAt, TileLoader
@@ -50,8 +48,8 @@ _PACKED: Final = 48
 _KEYS: Final = 512
 _LEAST_KEYS: Final = 128
 # From so many features (K · D) on, tokens of narrow dtypes have tiles of more keys, and the bytes of float32's. One
-# query with 512, 1,024 and 2,048 keys per tile, B 8, S 4,096: with H 32, K 8, D 128 10.5, 8.6, 8.8 ms in bfloat16, 9.6,
-# 8.3, 7.0 in int8, 14.1, 13.9, 13.5 in float32; with H 9, K 3, D 64 1.7, 2.2, 2.2 in bfloat16, 0.8, 1.3, 1.4 in int8.
+# query with 512 and 2,048 keys per tile, B 8, S 4,096: with H 32, K 8, D 128 10.5 and 8.8 ms in bfloat16, 9.6 and 7.0
+# in int8; with H 9, K 3, D 64 1.7 and 2.2 in bfloat16, 0.8 and 1.4 in int8.
 _WIDE_TOKEN: Final = 1024
 
 
@@ -75,32 +73,20 @@ class CachedFlash(NativeFlash):
         if self.is_packed and not call.metadata.block_q:
             block_q = min(block_q, max(_PACKED // groups // 16, 1) * 16)
         if T <= _FEW and not given:
-            window = _window(call.mask)
-            block_k = self._keys(call) if window is None else max(_LEAST_KEYS, min(_KEYS, window // 4))
-        if not given and (chosen := smallest_block(call.mask)):
+            window = least(call.mask, _window)
+            block_k = _KEYS if window is None else max(_LEAST_KEYS, min(_KEYS, window // 4))
+            if window is None and call.key.shape[2] * call.key.shape[3] >= _WIDE_TOKEN:
+                # At most a quarter of a row's slots, since half the last tile is not seen.
+                block_k = max(_KEYS, min(_KEYS * 4 // self.itemsize, self.slots // 4))
+        if not given and (chosen := least(call.mask, block_size)):
             block_k = min(block_k, chosen)
-        return block_q, self._fitting(block_k)
-
-    def _keys(self, call: FlashCall) -> int:
-        """Keys per tile for few queries; at most a quarter of a row's slots, since half the last tile is not seen."""
-        _, _, kv_heads, head_dim = call.key.shape
-        is_wide = kv_heads * head_dim >= _WIDE_TOKEN
-        return max(_KEYS, min(_KEYS * 4 // self.itemsize, self.slots // 4)) if is_wide else _KEYS
-
-    def _fitting(self, block_k: int) -> int:
-        """The largest tile size of at most ``block_k`` that is a multiple of ``unit`` and, if packed, divides a row."""
-        slots, unit = self.slots, self.unit
-        most = max(1, min(block_k, slots) // unit)
-        if not self.is_packed:
-            return most * unit
-        return unit * max(n for n in range(1, most + 1) if slots // unit % n == 0)
+        # A multiple of ``unit`` that, if packed, divides a row.
+        most, units = max(1, min(block_k, self.slots) // self.unit), self.slots // self.unit
+        return block_q, self.unit * max(n for n in range(1, most + 1) if not self.is_packed or units % n == 0)
 
 
-def _window(mask: Mask | None) -> int | None:
-    """The keys of the narrowest window in a mask that is known when tracing; None for none."""
-    if isinstance(mask, And):
-        widths = [width for side in (mask.left, mask.right) if (width := _window(side)) is not None]
-        return min(widths, default=None)
+def _window(mask: Mask) -> int | None:
+    """The keys of a window that is known when tracing; None for another mask."""
     if isinstance(mask, (At, AtSlots)):
         return _window(mask.mask)
     if isinstance(mask, SlidingWindow) and isinstance(mask.left, int):
@@ -111,17 +97,13 @@ def _window(mask: Mask | None) -> int | None:
 def cached_attention(call: FlashCall, loader: TileLoader, is_packed: bool) -> whole.Results:
     """The output [B, T, H, Dv]; the logsumexp, its rounding error and, if asked for, the largest scores, [B, H, T].
 
-    Args:
-        call: for scores by slot; key and value have shape and dtype only.
-        loader: loads tiles of the cache.
-        is_packed: whether the queries are packed rows.
+    The call is for scores by slot; its key and value have shape and dtype only.
     """
     backend = CachedFlash(loader.slots, loader.itemsize, loader.unit, is_packed)
     plan = dataclasses.replace(backend.plan(call), overlaps=True)
     given = call.query, loader, backend.arrays(plan, call), backend.schedule(plan, call)[0]
     if plan.scoring.holds_function:
-        results: whole.Results = call_once(functools.partial(_forward, plan, backend), given)
-        return results
+        return call_once(functools.partial(_forward, plan, backend), given)  # type: ignore[no-any-return]
     return _compiled(plan, backend, *given)
 
 
@@ -139,12 +121,11 @@ def _forward(
     def in_tiles() -> whole.Results:
         return forward(plan, query, load(plan, loader), arrays, schedule, of_rows=backend.is_packed)
 
-    if not backend.is_packed and cascade.serves(plan, loader, arrays.mask):
-        return cascade.attend_or(plan, query, loader, arrays, load, in_tiles)
-
-    rows = loader.store if isinstance(loader, StoreLoader) and loader.table is None else None
-    if rows is not None and not backend.is_packed and whole.serves(plan, rows):
-        return whole.attend_or(plan, query, rows, arrays, schedule, in_tiles)
+    if not backend.is_packed and isinstance(loader, StoreLoader):
+        if cascade.serves(plan, loader, arrays.mask):
+            return cascade.attend_or(plan, query, loader, arrays, load, in_tiles)
+        if whole.serves(plan, loader):
+            return whole.attend_or(plan, query, loader.store, arrays, schedule, in_tiles)
     return in_tiles()
 
 

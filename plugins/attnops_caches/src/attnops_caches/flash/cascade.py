@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Final, NamedTuple, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +27,14 @@ from attnops.operations.flash.tile_sizes import WIDE, choose_problems_per_tile
 from attnops.softmax import PartialSoftmax, merge, with_sinks
 from attnops_caches.flash.whole import Results, if_finite
 from attnops_caches.masks.slots import Held, Slots, mapped, without_table
-from attnops_caches.tiles import StoreLoader, TileLoader
+from attnops_caches.tiles import StoreLoader
 
-PlanType = TypeVar("PlanType", bound=NativePlan)
 # Loads tiles for a plan.
 Loads: TypeAlias = Callable[[NativePlan, StoreLoader], LoadKeyValue]
 
 # Up to so many queries of a row, keys take longer to read than to multiply with.
 _MOST_QUERIES: Final = 16
-# Rows of fewer slots are not worth a look, nor the time to compile both parts (some 2 s on one core). With H 9, K 3 and
-# D 64, a call of 2 rows that share nothing takes 0.52 ms without a look and 0.55 ms with one; of 8 rows 3.03 and 3.14.
+# Rows of fewer slots are not worth a look, 3 to 6 % of a call that shares nothing, nor some 2 s to compile both parts.
 _LEAST_SLOTS: Final = 1024
 # So many slots fewer must be read.
 _LEAST_SAVED: Final = 1024
@@ -89,11 +87,10 @@ def by_row(index: NativeTileIndex, rows: int, T: int) -> NativeTileIndex:
     return index._replace(b=jnp.minimum(row, rows - 1), q=jnp.asarray(q))
 
 
-def serves(plan: NativePlan, loader: TileLoader, mask: Mask | None) -> bool:
+def serves(plan: NativePlan, loader: StoreLoader, mask: Mask | None) -> bool:
     """Whether rows of a call may share pages so that it saves time; static."""
-    has_table = isinstance(loader, StoreLoader) and loader.table is not None
     has_pages = mask is not None and without_table(mask)[1] is not None
-    return has_table and has_pages and not reasons(plan.B, plan.T, plan.S)
+    return loader.table is not None and has_pages and not reasons(plan.B, plan.T, plan.S)
 
 
 def reasons(B: int, T: int, S: int) -> list[Reason]:
@@ -108,14 +105,14 @@ def reasons(B: int, T: int, S: int) -> list[Reason]:
 
 
 def attend_or(
-    plan: NativePlan, query: jax.Array, loader: TileLoader, arrays: NativeArrays, load: Loads,
+    plan: NativePlan, query: jax.Array, loader: StoreLoader, arrays: NativeArrays, load: Loads,
     in_tiles: Callable[[], Results],
 ) -> Results:  # fmt: skip
     """`attend` where rows share enough pages and its output is finite, else what ``in_tiles`` computes.
 
     A value that is not finite, in a slot that only some of the rows see, must not reach the others, and 0 · NaN is NaN.
     """
-    assert isinstance(loader, StoreLoader) and loader.table is not None and arrays.mask is not None  # noqa: PT018
+    assert loader.table is not None and arrays.mask is not None  # noqa: PT018
     slots, M = without_table(arrays.mask)[1], loader.table.shape[1]
     assert slots is not None
     seen = _active((plan.B, plan.H, plan.T, plan.S), arrays.mask, plan.bk)
@@ -142,11 +139,13 @@ def attend(
         by_row = (x if plan.B == B else x.reshape(H, B, T).swapaxes(0, 1) for x in statistics)
         return PartialSoftmax(out.reshape(B, T, H, plan.Dv), *by_row)
 
+    # Tiles of as many rows as `WIDE` has room for.
+    of_all: NativePlan = TogetherPlan(**vars(plan) | {"B": 1, "T": B * T, "rows": B})
+    of_all = _with_tiles(of_all, max(1, min(B, WIDE.rows // (plan.G * T))) * T, _KEYS, loader.unit)
     both = merge(
-        part(_together(plan, loader.unit), query.reshape(1, B * T, H, plan.D),
-             dataclasses.replace(loader, table=leader), shared.pages),
+        part(of_all, query.reshape(1, B * T, H, plan.D), dataclasses.replace(loader, table=leader), shared.pages),
         part(_with_tiles(plan, T, _OWN_KEYS, loader.unit), query, loader, ~shared.pages),
-    )  # fmt: skip
+    )
     if arrays.sinks is not None:
         both = with_sinks(both, arrays.sinks[0])
     highest = [] if both.max_logits is None else [both.max_logits]
@@ -171,14 +170,7 @@ def _over(mask: Mask | None, pages: jax.Array) -> Mask:
     return mapped(mask, over)
 
 
-def _together(plan: NativePlan, unit: int) -> TogetherPlan:
-    fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    rows = max(1, min(plan.B, WIDE.rows // (plan.G * plan.T)))
-    of_all = TogetherPlan(**fields | {"B": 1, "T": plan.B * plan.T, "rows": plan.B})
-    return _with_tiles(of_all, rows * plan.T, _KEYS, unit)
-
-
-def _with_tiles(plan: PlanType, bq: int, keys: int, unit: int) -> PlanType:
+def _with_tiles(plan: NativePlan, bq: int, keys: int, unit: int) -> NativePlan:
     """The plan of a partial softmax with these tiles, and a list of active ones for each batch."""
     bk = max(1, min(keys, plan.bk) // unit) * unit
     problems = choose_problems_per_tile(plan.B, plan.K, plan.G * bq * bk, True, False, False)

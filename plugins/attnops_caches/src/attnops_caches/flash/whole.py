@@ -18,6 +18,7 @@ from attnops.operations.flash.operands import NativeArrays, numbers_of, zeros
 from attnops.operations.flash.plan import NativePlan
 from attnops.operations.flash.tile_schedule import NativeTileSchedule
 from attnops_caches.store import Store
+from attnops_caches.tiles import StoreLoader
 
 # Those of `attnops.operations.flash.forward.forward`.
 Results = tuple[jax.Array, ...]
@@ -26,13 +27,14 @@ Results = tuple[jax.Array, ...]
 _LEAST_ACTIVE: Final = 0.75
 
 
-def serves(plan: NativePlan, store: Store) -> bool:
-    """Whether `attend` can compute a call over a store whose blocks are rows; static."""
-    layout = store.layout
+def serves(plan: NativePlan, loader: StoreLoader) -> bool:
+    """Whether `attend` can compute a call over a store; static."""
+    store, layout = loader.store, loader.store.layout
     is_plain = layout.stored_dtype == plan.dtype == jnp.float32 and layout.content == "separate" and store.layer is None
     scores_are_few = plan.nq == 1 and 2 * plan.R <= plan.D
     # A symbolic B has no product with K that a reshape accepts.
-    return is_plain and scores_are_few and plan.scoring.bias is None and isinstance(plan.B, int)
+    is_known = isinstance(plan.B, int)
+    return loader.table is None and is_plain and scores_are_few and plan.scoring.bias is None and is_known
 
 
 def attend_or(

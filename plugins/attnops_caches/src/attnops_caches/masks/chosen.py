@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -26,22 +27,14 @@ class SlotBlocks(Blocks):
     is_internal: ClassVar = True
 
     def bind(self, B: int, H: int, T: int, S: int) -> SlotBlocks:  # type: ignore[override]
-        """See `Mask.bind`: it is bound already."""
         return self
 
     def kinds(self) -> frozenset[str]:
-        """See `Mask.kinds`."""
         return frozenset({"Blocks"})
 
 
 def blocks_by_slot(mask: Blocks, shape: tuple[int, int, int, int], positions: jax.Array) -> SlotBlocks:
-    """Chosen blocks of positions as blocks of slots.
-
-    Args:
-        mask: not bound.
-        shape: of the scores by position.
-        positions: the position of each slot, int32 [B, S].
-    """
+    """Chosen blocks of positions, not bound, as those of slots, whose ``positions`` are int32 [B, S]."""
     bound = mask.bind(*shape)
     chosen = jnp.asarray(bound.chosen)
     index = jnp.clip(positions // bound.kv_block, 0, chosen.shape[3] - 1)[:, None, None, :]
@@ -49,9 +42,13 @@ def blocks_by_slot(mask: Blocks, shape: tuple[int, int, int, int], positions: ja
     return SlotBlocks(jnp.take_along_axis(chosen, index, axis=3), bound.q_block, 1, bound.kv_block)
 
 
-def smallest_block(mask: Mask | None) -> int | None:
-    """The fewest positions per block of keys that a call may skip; None without `SlotBlocks`."""
-    if isinstance(mask, And):
-        sizes = [size for side in (mask.left, mask.right) if (size := smallest_block(side)) is not None]
-        return min(sizes, default=None)
+def block_size(mask: Mask) -> int | None:
+    """The positions per block of keys that a call may skip; None for another mask than `SlotBlocks`."""
     return mask.positions if isinstance(mask, SlotBlocks) else None
+
+
+def least(mask: Mask | None, size: Callable[[Mask], int | None]) -> int | None:
+    """The least size among the masks that ``&`` joins; None if none of them has one."""
+    if isinstance(mask, And):
+        return min((n for side in (mask.left, mask.right) if (n := least(side, size)) is not None), default=None)
+    return None if mask is None else size(mask)

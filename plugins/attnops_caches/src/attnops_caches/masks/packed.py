@@ -20,7 +20,7 @@ from attnops.programs.pytree import replaced
 from attnops_caches.masks.slots import NO_QUERY, AtSlots, Held, Slots, mapped
 
 if TYPE_CHECKING:
-    from attnops.typing import Array, BoolArray, Index, Leaf
+    from attnops.typing import BoolArray, Index, Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -64,8 +64,7 @@ class Packed(And):
 class PackedByRow(Mask):
     """`Packed` for a mask that has values by row, query or key, or is a function of the row.
 
-    Evaluated score by score, it looks values up by both query and key; so forwards that don't compute row by row get it
-    as an array (`Dense`), see `by_query`.
+    It looks values up by both query and key: forwards that don't compute row by row get it as an array, see `by_query`.
 
     Attributes:
         mask: the mask of a batch by slot, bound to [B, H, N, S]: each row has all N queries.
@@ -75,7 +74,7 @@ class PackedByRow(Mask):
     """
 
     mask: Mask
-    exists: Mask
+    exists: Segments
     rows: Leaf
     slots: int
 
@@ -91,7 +90,6 @@ class PackedByRow(Mask):
         return _rows_here(self.exists, self.rows)
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
-        assert isinstance(self.exists, Segments)
         row = jnp.maximum(take(self.exists.q_ids, b, q), 0)
         return self.mask.allowed(row, h, q, kv % self.slots) & self.exists.allowed(b, h, q, kv)
 
@@ -131,10 +129,10 @@ class OfRows(Mask):
         return self.mask.allowed(jnp.asarray(self.rows)[b], h, take(self.queries, b, q), kv)
 
     def coverage_bounds(self, grid: Grid) -> CoverageBounds:
-        return self._taken(self.mask).coverage_bounds(_RowsGrid(**vars(grid), rows=self.rows))  # type: ignore[no-any-return]
+        return self._taken(self.mask).coverage_bounds(grid)
 
-    def _taken(self, mask: Mask) -> Any:
-        """A mask whose arrays are by tile, except those by key, which stay by row."""
+    def _taken(self, mask: Mask) -> Mask:
+        """A mask whose arrays by row or query are by tile."""
         if mask.axes is None:
             return mask
         changes: dict[str, Any] = {}
@@ -147,7 +145,7 @@ class OfRows(Mask):
                 value = jnp.asarray(value)
                 lead = 0 if value.shape[0] == 1 else self.rows[:, None]
                 changes[field.name] = value[lead, self.queries]
-            elif letters.startswith("b") and "s" not in letters and np.ndim(value) and value.shape[0] > 1:
+            elif letters.startswith("b") and np.ndim(value) and value.shape[0] > 1:
                 changes[field.name] = jnp.asarray(value)[self.rows]
         return replaced(mask, changes)
 
@@ -155,36 +153,15 @@ class OfRows(Mask):
         return repr(self.mask)
 
 
-@dataclasses.dataclass(frozen=True)
-class _RowsGrid(Grid):
-    """A grid in which each batch index, a tile, has the keys of a row.
-
-    Attributes:
-        rows: the row of each tile, int32 [n].
-    """
-
-    rows: Any = None
-
-    def kv_extent(self, values: Leaf) -> tuple[Array, Array]:
-        """See `Grid.kv_extent`; ``values`` are by row."""
-        low, high = super().kv_extent(values)
-        if low.shape[0] == 1:
-            return low, high
-        return jnp.asarray(low)[self.rows], jnp.asarray(high)[self.rows]
-
-
 def by_query(mask: Mask, shape: tuple[int, int, int, int]) -> Mask:
-    """A mask of scores of this shape, for forwards that don't compute row by row: a `PackedByRow` as booleans
-    [1, H or 1, N, B · S].
-    """
+    """A mask for forwards that don't compute row by row: a `PackedByRow` as booleans [1, H or 1, N, B · S]."""
     if not isinstance(mask, PackedByRow):
         return mask
     allowed = mask.dense(*shape)
     return Dense(jnp.broadcast_to(allowed, (*allowed.shape[:2], *shape[2:])))
 
 
-def _rows_here(exists: Mask, rows: Leaf) -> jax.Array:
-    assert isinstance(exists, Segments)
+def _rows_here(exists: Any, rows: Leaf) -> jax.Array:
     row = jnp.asarray(exists.q_ids)[0] - jnp.asarray(rows)[0, 0]
     is_here = (exists.q_ids[0] >= 0) & (row >= 0) & (row < np.shape(rows)[1])
     return jnp.where(is_here, row, -1)

@@ -1,8 +1,7 @@
 """The slots of a cache's rows as masks: where tokens lie is computed from values by row, not read from arrays by slot.
 
 The token in slot s of row b has the number ``n = s``; in a ring of R slots, ``n = s`` up to the newest token's slot and
-``n = s - R`` after it. Its position is ``n + shift[b]``, and it is held where ``start[b] <= n < stop[b]`` and,
-in a paged cache, its page is in the table.
+``n = s - R`` after it. Its position is ``n + shift[b]``; it is held if ``start[b] <= n < stop[b]`` and it has a page.
 """
 
 from __future__ import annotations
@@ -72,11 +71,8 @@ class Slots(Mask):
         held = (number >= _of_row(self.start, b)) & (number < _of_row(self.stop, b))
         if self.exists is None:
             return held
-        return held & (
-            jnp.repeat(self.exists, self.page_size, axis=1)
-            if b is None
-            else take(self.exists, b, slot // self.page_size)
-        )
+        n = self.page_size
+        return held & (jnp.repeat(self.exists, n, axis=1) if b is None else take(self.exists, b, slot // n))
 
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         return self.held(b, kv) & (q == q)

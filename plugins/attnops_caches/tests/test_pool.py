@@ -93,8 +93,9 @@ def test_every_state_of_100_000_operations_agrees_with_the_model() -> None:
     check(100_000)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in MUTANTS])
+@pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.slow
+@pytest.mark.tier(every=3)
 def test_the_model_catches_a_mutant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = mutant(*MUTANTS[name], monkeypatch)
     with pytest.raises((AssertionError, IndexError)):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from page_pool_model import OPERATIONS, PAGE, Contents, M, Model, N, P, R, draw
-from page_pool_mutants import MUTANTS, QUICK, mutant
+from page_pool_mutants import MUTANTS, mutant
 
 from attnops_caches import pool as pool_module
 from attnops_caches.pool import PageCopies, PagePool

@@ -73,7 +73,8 @@ _frozen: list[Any] = []
 
 
 def _caches_of_attnops() -> list[Any]:
-    wrappers = (x for x in gc.get_objects() if isinstance(x, functools._lru_cache_wrapper))
+    # Not `isinstance`, which asks lazy objects, such as those of openai, for their class: they import it.
+    wrappers = (x for x in gc.get_objects() if type(x) is functools._lru_cache_wrapper)
     return [x for x in wrappers if str(x.__module__).startswith("attnops")]
 
 

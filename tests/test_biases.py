@@ -60,7 +60,7 @@ BEHIND = [7, 7, 6, 5, 4, 3, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 @pytest.mark.parametrize(("T", "S"), [(40, 40), (20, 150), (150, 20)])
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("buckets", [8, pytest.param(32, marks=pytest.mark.slow)])
-@pytest.mark.tier(quick=["8-False-150-20"])
+@pytest.mark.tier(quick=["8-False-150-20"], every=3)
 def test_relative_position_equals_the_oracle(T, S, bidirectional, buckets):
     table = np.random.default_rng(0).normal(size=(buckets, 3)).astype(np.float32)
     bias = RelativePosition(jnp.asarray(table), bidirectional=bidirectional, max_distance=64)
@@ -75,7 +75,7 @@ def test_relative_position_equals_the_oracle(T, S, bidirectional, buckets):
     ("T", "S"), [(17, 53), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in ((40, 40), (53, 17)))]
 )
 @pytest.mark.slow
-@pytest.mark.tier(every=2)
+@pytest.mark.tier(every=5)
 def test_gradients_of_structured_biases_equal_the_oracle(operation, kind, T, S):
     rng = np.random.default_rng(T)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731

@@ -132,7 +132,7 @@ def test_bfloat16_is_the_same_to_the_bit_eager_and_compiled(scale: float) -> Non
 
 @pytest.mark.parametrize("name", ["vanilla", "sdpa"])
 @pytest.mark.parametrize("kind", ["softmax scale", "soft cap", "window", "offset", "function of a mask"])
-@pytest.mark.tier(quick=["soft cap-sdpa", "offset-vanilla"])
+@pytest.mark.tier(quick=["soft cap-sdpa", "offset-vanilla"], every=2)
 def test_operations_that_are_not_compiled_compile_no_number(name: str, kind: str, compiled: list[str]) -> None:
     if (name, kind) == ("sdpa", "soft cap"):
         return

@@ -96,7 +96,10 @@ DERIVATIVES: dict[str, Callable[[Call], Any]] = {
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
-@pytest.mark.tier(slow=[name for name in DERIVATIVES if name != "jvp"])
+@pytest.mark.tier(
+    slow=[name for name in DERIVATIVES if name not in ("jvp", "linearize", "hessian")],
+    exhaustive=["linearize", "hessian"],  # of which "jvp", "jvp of grad" and "jacfwd" have the parts
+)
 def test_derivatives_are_those_of_vanilla(name: str) -> None:
     found, expected = jax.jit(lambda: [DERIVATIVES[name](call(operation)) for operation in ("flash", "vanilla")])()
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draws
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,9 +55,7 @@ def masks_and_shapes(draw):
     return draw(masks(*shape, depth=3)), shape
 
 
-@pytest.mark.slow
-@settings(max_examples=100)
-@given(masks_and_shapes(), st.integers(1, 6), st.integers(1, 6))
+@draws(40, 100, masks_and_shapes(), st.integers(1, 6), st.integers(1, 6))
 def test_empty_and_full_are_never_claimed_wrongly(drawn, block_q, block_k):
     mask, shape = drawn
     claimed = block_map(mask, shape, block_q, block_k)
@@ -86,9 +85,7 @@ def test_what_is_traced_is_claimed_alike(drawn, block_q, block_k):
     np.testing.assert_array_equal(traced, codes)
 
 
-@pytest.mark.slow
-@settings(max_examples=120)
-@given(st.data())
+@draws(50, 120, st.data())
 def test_nothing_that_could_be_decided_is_called_partial(data):
     """Causal, SlidingWindow, Chunked and Segments at aligned tiles: the claim is the truth."""
     block, tiles = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
@@ -131,9 +128,7 @@ def test_allowed_is_dense_elementwise(drawn):
         assert bool(bound.allowed(b, h, q, kv)) == whole[b, h, q, kv]
 
 
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(masks_and_shapes())
+@draws(10, 25, masks_and_shapes())
 def test_one_tile_agrees_with_the_map(drawn):
     mask, shape = drawn
     bound = mask.bind(*shape)

@@ -16,14 +16,14 @@ class TestVanilla(OperationConformance):
     strict, limit = True, 1200
     slow = frozenset({"test_caches"})  # through read(), with flash's masks
     exhaustive = frozenset({"test_all_pairs", "test_cache_pairs"})
-    every: ClassVar = {"test_sampled_pair": 3}
+    every: ClassVar = {"test_sampled_pair": 3, "test_caches": 3}
     test_feature = None  # each is in a pair
 
 
 class TestFlash(OperationConformance):
     operation = "flash"
     strict, limit = True, 1200
-    every: ClassVar = {"test_all_pairs": 12, "test_cache_pairs": 8}
+    every: ClassVar = {"test_feature": 2, "test_all_pairs": 24, "test_cache_pairs": 16}
     test_sampled_pair = None  # each is one of all pairs
 
 

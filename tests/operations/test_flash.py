@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from draws import draws
 
 from attnops import (
     OperationMetadata,
@@ -41,17 +41,13 @@ def qkv(B=1, T=40, S=40, H=4, K=2, D=8, Dv=8, dtype=np.float32):
     )
 
 
-@pytest.mark.slow
-@settings(max_examples=15)
-@given(problems(max_length=70))
+@draws(6, 15, problems(max_length=70))
 def test_any_problem_agrees_with_the_oracle_in_tiny_tiles(problem):
     operation = OperationRegistry.create("flash", problem.metadata.replace(block_q=16, block_k=16))
     problem.check(operation, compiler_options=FAST_COMPILE)
 
 
-@pytest.mark.slow
-@settings(max_examples=12)
-@given(problems(max_length=300))
+@draws(5, 12, problems(max_length=300))
 def test_any_problem_agrees_with_the_oracle_in_the_tables_tiles(problem):
     problem.check(OperationRegistry.create("flash", problem.metadata))
 

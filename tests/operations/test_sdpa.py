@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draws import draws
 from hypothesis import given, settings
 
 from attnops import AttentionRequest, OperationMetadata, OperationRegistry, UnsupportedError
@@ -30,9 +31,7 @@ def test_right_or_refused(problem):
         assert refused == (asked - SERVED) | ({"value_head_dim"} if Dv != D else set())
 
 
-@pytest.mark.slow
-@settings(max_examples=25)
-@given(problems(layouts=("BTHD",)))
+@draws(10, 25, problems(layouts=("BTHD",)))
 def test_each_kind_of_mask_and_bias_agrees_or_is_refused(problem):
     """The draws of the test above without what sdpa refuses."""
     options = {name: value for name, value in problem.options.items() if name in SERVED}

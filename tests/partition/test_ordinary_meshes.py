@@ -47,7 +47,7 @@ def rules_of(name):
     return None if is_named else AxisRules(batch=batch, head=heads or None, kv_head=heads or None)
 
 
-@pytest.mark.tier(quick=["data, model"], slow=sorted(MESHES.keys() - {"data, model"}))
+@pytest.mark.tier(quick=["data, model"], slow=sorted(MESHES.keys() - {"data, model"}), every=3)
 @pytest.mark.parametrize("name", MESHES)
 def test_with_rules_each_device_computes_its_share_and_gathers_nothing(name):
     mesh, sharding, arrays = placed(name)
@@ -61,7 +61,7 @@ def test_with_rules_each_device_computes_its_share_and_gathers_nothing(name):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.tier(quick=["dp, tp"], slow=["dp, fsdp, tp", "fsdp", "tp", "data, model"])
+@pytest.mark.tier(quick=["dp, tp"], slow=["dp, fsdp, tp", "fsdp", "tp", "data, model"], every=2)
 @pytest.mark.parametrize("name", ["dp, tp", "dp, fsdp, tp", "fsdp", "tp", "data, model"])
 def test_the_mesh_that_arrays_are_on_shards_the_call_without_metadata(name):
     _, sharding, arrays = placed(name)

@@ -45,7 +45,6 @@ MUTANTS = {
     "two rows get one page": (" - popped_before", ""),
     "pages given out stay on the stack": ("free_count=left", "free_count=pool.free_count"),
 }
-QUICK = list(MUTANTS)[:3]
 
 
 def mutant(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -76,7 +76,7 @@ def of_reference(arguments):
 
 @pytest.mark.parametrize("lengths", [(5, 7), (7, 5)], ids=str)
 @pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.tier(quick=["causal window, cap, scale-(7, 5)"])
+@pytest.mark.tier(quick=["causal window, cap, scale-(7, 5)"], every=3)
 def test_a_batch(name, lengths):
     (T, S), arguments = lengths, ARGUMENTS[name]
     q, k, v = normal(2, T, H, D), normal(2, S, K, D, seed=1), normal(2, S, K, D, seed=2)
@@ -105,7 +105,7 @@ def test_slopes_by_row_and_packed_arguments():
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-@pytest.mark.tier(quick=[ALL])
+@pytest.mark.tier(quick=[ALL], every=2)
 def test_sequences_of_different_lengths(name):
     arguments = ARGUMENTS[name]
     q_lengths, k_lengths = np.array([3, 6, 0, 1]), np.array([5, 2, 3, 7])
@@ -153,7 +153,7 @@ def cache_case(paged, leftpad):
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("name", ["plain", ALL, "ALiBi"])
 @pytest.mark.parametrize("new", [True, False], ids=["new", "old"])
-@pytest.mark.tier(quick=[f"new-{ALL}-pages", f"old-{ALL}-rows"])
+@pytest.mark.tier(quick=[f"new-{ALL}-pages", f"old-{ALL}-rows"], every=3)
 def test_a_cache(name, paged, new):
     arguments = ARGUMENTS[name]
     k_rows, v_rows, caches, where = cache_case(paged, leftpad=True)

@@ -182,7 +182,7 @@ def test_dropout_is_of_its_rate_and_shared_where_it_is_broadcast(broadcast: bool
 
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("rows", [(), (2, 3), (1, 3)], ids=str)
-@pytest.mark.tier(quick=["(1, 3)-4"])
+@pytest.mark.tier(quick=["(1, 3)-4"], every=3)
 def test_dropout_that_is_broadcast_has_masks_and_biases_by_row_and_head(rows: tuple[int, ...], heads: int) -> None:
     shape = (*rows, heads, 50, 50)
     mask = np.random.default_rng(0).random(shape) < 0.5

@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "all" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-@pytest.mark.tier(every=4)
+@pytest.mark.tier(every=7)
 def test_values_and_gradients_are_those_of_jax(name: str) -> None:
     case = dict(CASES[name])
     arrays = (KEY.repeat(2, 2), QUERY[:, :, :2], VALUE[:, :5]) if case.pop("swapped", False) else (QUERY, KEY, VALUE)

@@ -104,6 +104,7 @@ SPECS = [
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("spec", [*QUICK, *(pytest.param(spec, marks=pytest.mark.slow) for spec in SPECS)], ids=str)
+@pytest.mark.tier(quick=[str(spec) for spec in QUICK], slow=[str(spec) for spec in SPECS], every=2)
 def test_it_equals_the_oracle(spec: CacheSpec) -> None:
     SharedProblem(dataclasses.replace(spec, storage="paged")).check(FLASH)
 

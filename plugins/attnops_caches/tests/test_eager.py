@@ -83,6 +83,9 @@ CALLS = {"appends": appended, "moves": moved, **{name: steps(name) for name in (
 @pytest.mark.filterwarnings("ignore::attnops.errors.UnsupportedWarning")
 @pytest.mark.parametrize("storage", ["dense", "ring", "paged"])
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.tier(
+    exhaustive=["vanilla-ring", "vanilla-paged", "sdpa-dense", "sdpa-ring"]
+)  # through read(), as the other
 def test_a_second_identical_call_compiles_nothing(name: str, storage: str) -> None:
     call, cache = CALLS[name], create(storage)
     wanted = call(cache)

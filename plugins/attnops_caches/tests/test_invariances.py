@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"kv_heads": K, "head_dim": D, "dtype": jnp.float32, "
 INT8, CAUSAL = Quantized("int8"), Causal()
 
 
-@pytest.fixture(params=["flash", pytest.param("vanilla", marks=pytest.mark.slow)])
+@pytest.fixture(params=["flash", pytest.param("vanilla", marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def operation(request: pytest.FixtureRequest) -> Any:
     """In place, and through `read`; in tiles of 8 keys."""
     metadata = OperationMetadata(on_unsupported="error", block_q=8, block_k=8)

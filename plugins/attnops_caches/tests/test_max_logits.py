@@ -28,9 +28,8 @@ def check(subject: Subject, names: tuple[str, ...]) -> None:
     problem.check(subject.make(problem.metadata), subject.compiler_options)
 
 
-@pytest.mark.parametrize(
-    "row", [PACKED, *(pytest.param(row, marks=pytest.mark.slow) for row in cache_rows())], ids=joined
-)
+@pytest.mark.parametrize("row", [PACKED, *cache_rows()], ids=joined)
+@pytest.mark.tier(quick=[joined(PACKED)], every=3)
 def test_native_flash_reads_it_in_place(row: tuple[str, ...]) -> None:
     check(NATIVE, row)
 

@@ -47,6 +47,7 @@ def test_what_has_no_mistake_is_right(names: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.where not in READS])
+@pytest.mark.tier(every=3)
 def test_a_mistake_is_wrong_in_place_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name].apply(monkeypatch)
     outcome = check_cache(FLASH, MUTANTS[name].found_by.split(" + "))

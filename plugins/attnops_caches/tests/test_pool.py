@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from page_pool_model import OPERATIONS, PAGE, Contents, M, Model, N, P, R, draw
-from page_pool_mutants import MUTANTS, QUICK, mutant
+from page_pool_mutants import MUTANTS, mutant
 
 from attnops_caches import pool as pool_module
 from attnops_caches.pool import PageCopies, PagePool
@@ -93,8 +93,9 @@ def test_every_state_of_100_000_operations_agrees_with_the_model() -> None:
     check(100_000)
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow) for x in MUTANTS])
+@pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.slow
+@pytest.mark.tier(every=3)
 def test_the_model_catches_a_mutant(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = mutant(*MUTANTS[name], monkeypatch)
     with pytest.raises((AssertionError, IndexError)):

@@ -22,7 +22,7 @@ class TestRing(OperationConformance):
     refuses = frozenset({"weights", "caches"})
     slow = frozenset({"test_behaviour", "test_caches", "test_memory_growth"})
     exhaustive = frozenset({"test_all_pairs"})
-    every: ClassVar = {"test_behaviour": 2}
+    every: ClassVar = {"test_behaviour": 3, "test_memory_growth": 2, "test_caches": 5}
     test_feature = test_sampled_pair = None  # all pairs have each
     test_cache_pairs = None  # caches are refused
 

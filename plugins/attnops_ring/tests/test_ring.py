@@ -443,6 +443,7 @@ def test_reordering_keeps_types(axis: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.tier(slow=["ring-zigzag", "all_gather-striped", "ulysses-contiguous", "usp-zigzag"], quick=[])
 def test_the_largest_scores_are_those_over_all_devices(strategy: str, order: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 32, h, 8)), jnp.float32) for h in (4, 2, 2))

@@ -37,7 +37,7 @@ def test_most_mutants_are_of_a_feature_that_a_row_has():
 
 
 @pytest.mark.parametrize(("mutant", "row"), IN_ROWS, ids=lambda x: getattr(x, "__name__", ""))
-@pytest.mark.tier(quick=["CausalOffsetIgnored-"])
+@pytest.mark.tier(quick=["CausalOffsetIgnored-"], every=2)
 def test_a_mutant_is_wrong_where_its_feature_is_one_of_several(mutant, row):
     outcome = Subject(operation=mutant).small(4 if "GQA" in row else 2).check(row)
     assert outcome.status is Status.WRONG, f"{mutant.__name__} is {outcome.status} in {joined(row)}"

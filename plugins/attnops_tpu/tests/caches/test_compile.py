@@ -83,7 +83,7 @@ SMALL = 4 << 20
         for case in CASES
     ],
 )
-@pytest.mark.tier(every=4)
+@pytest.mark.tier(every=6)
 def test_pages_are_read_where_they_are(generation: str, page: int, K: int, G: int, D: int) -> None:
     cache = pages(page, K, D)
     assert temporaries(cache, generation, G, mask=Causal()) <= SMALL < 2 * cache.store.key.size

@@ -70,7 +70,7 @@ def races() -> Iterator[None]:
      *(pytest.param(x, marks=pytest.mark.exhaustive) for x in EXHAUSTIVE)], ids="+".join,
 )  # fmt: skip
 @pytest.mark.slow
-@pytest.mark.tier(every=6)
+@pytest.mark.tier(every=9)
 def test_features_are_read_in_place_and_right(features: tuple[str, ...]) -> None:
     assert not reasons(SUBJECT, features)
     outcome = check_cache(SUBJECT, features)
@@ -86,7 +86,7 @@ INT4 = (
 
 @pytest.mark.parametrize("features", INT4, ids="+".join)
 @pytest.mark.slow
-@pytest.mark.tier(every=2)
+@pytest.mark.tier(every=3)
 def test_int4_of_whole_registers_is_read_in_place_and_right(features: tuple[str, ...]) -> None:
     problem = dataclasses.replace(cache_problem(SUBJECT, features), head_dim=128)
     operation = SUBJECT.make(problem.metadata)

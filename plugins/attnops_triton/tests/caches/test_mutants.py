@@ -104,7 +104,7 @@ def test_without_a_mistake_a_step_that_fills_a_row_is_right() -> None:
 
 
 @pytest.mark.parametrize("mistake", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
-@pytest.mark.tier(quick=["a page is read one too far"])
+@pytest.mark.tier(quick=["a page is read one too far"], every=2)
 def test_a_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, old, new = (QUICK | SLOW)[mistake]
     check, run, found = compiled(problem), interpreter.run_on_host, []

@@ -168,6 +168,10 @@ MISTAKES_OF_BACKWARD = {
 }  # fmt: skip
 
 
+# What the kernels without a mistake write in the test below, by name: for each of its cases the same.
+RIGHT: dict[str, list[np.ndarray]] = {}
+
+
 @pytest.mark.parametrize("mistake", [None, *MISTAKES_OF_BACKWARD])
 @pytest.mark.slow
 def test_the_simulator_notices_mistakes_with_blackwells_backward(
@@ -179,12 +183,19 @@ def test_the_simulator_notices_mistakes_with_blackwells_backward(
     replaced: list[str] = []
     real = simulator.simulate
 
-    def changed(given: KernelFunction, integers: Any, programs: int, *arrays: Any) -> None:
-        if kernel and given.name == f"attnops_flash_backward_{kernel}":
+    def changed(given: KernelFunction, integers: Any, programs: int, arrays: Any, results: Any) -> None:
+        is_wrong = bool(kernel) and given.name == f"attnops_flash_backward_{kernel}"
+        if is_wrong:
             replaced.append(given.name)
             given = with_mistakes(given, *pairs)
+        elif given.name in RIGHT:
+            for own, known in zip(results, RIGHT[given.name], strict=True):
+                own[...] = known
+            return
         # The rows of the first program are the last ones.
-        real(given, integers, programs if given.name == "attnops_flash_forward" else 1, *arrays)
+        real(given, integers, programs if given.name == "attnops_flash_forward" else 1, arrays, results)
+        if not is_wrong:
+            RIGHT[given.name] = [own.copy() for own in results]
 
     monkeypatch.setattr(simulator, "simulate", changed)
     rng = np.random.default_rng(0)

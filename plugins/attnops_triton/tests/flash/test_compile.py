@@ -129,7 +129,7 @@ def test_variants_of_the_table_fit_and_use_tensor_cores(D: int, Dv: int, dtype: 
         if SLOW.get(name) == arch or (i + j) % 8 == 0  # each for one architecture
     ],
 )
-@pytest.mark.tier(every=7)
+@pytest.mark.tier(every=11)
 def test_a_case_compiles_within_shared_memory(name: str, arch: str) -> None:
     for launched, binary in compiled(CASES[name], arch):
         assert binary.shared <= SHARED_MEMORY[arch], (

@@ -14,4 +14,4 @@ class TestFlashInTritonsInterpreter(OperationConformance):
     refuses = frozenset({"bfloat16", "runtime_dtype", "weights"})
     exhaustive = frozenset({"test_all_pairs", "test_cache_pairs"})
     test_feature = None  # each is in a pair
-    every: ClassVar = {"test_sampled_pair": 6, "test_behaviour": 2, "test_caches": 2}
+    every: ClassVar = {"test_sampled_pair": 6, "test_behaviour": 4, "test_memory_growth": 2, "test_caches": 4}

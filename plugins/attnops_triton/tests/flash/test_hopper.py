@@ -260,6 +260,7 @@ def test_tensor_maps_are_parameters() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.tier(every=2)
 def test_what_jaxlib_gets_has_the_order_of_the_code(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With masks that have values, sinks, gradients by map or by pointer, and, for bfloat16, dq added."""
 

@@ -1,17 +1,16 @@
 // The kernels of each instruction set, and which of them this processor runs.
 #pragma once
 
+#include "flash.h"
 #include "parallel.h"
 
 namespace attnops {
-
-struct ForwardCall;   // flash.h
-struct BackwardCall;  // flash.h
 
 // What a file of an instruction set defines, each kernel in its `.inc` file.
 struct Kernels {
   const char* name;  // "avx512_bf16", "avx512", "avx2" or "baseline"
   void (*twice)(const float* x, float* y, int64_t n);  // tests of the library: y = 2 x
+  bool (*forward)(const ForwardCall& call, Parallel& parallel);  // false: no memory
 };
 
 extern const Kernels kernels_baseline;

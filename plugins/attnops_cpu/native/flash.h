@@ -49,12 +49,12 @@ struct BackwardCall {
   Scoring scoring;
   Float type;  // of query, key and value
   const void *query, *key, *value;
-  Float d_out_type;
-  const void* d_out;  // [B, T, H, Dv]
+  const void* d_out;  // [B, T, H, Dv], of the same type; float32 for float16
   const float *lse, *residual, *delta;  // [B, H, T]
   Float d_type;  // of the gradients of query, key and value
   void *d_query, *d_key, *d_value;
   float* d_bias;  // of the bias's shape; null if not asked for
+  int64_t bias_floats;
 };
 
 }  // namespace attnops

@@ -156,8 +156,45 @@ static ffi::Error forward(ffi::ThreadPool pool, ATTNOPS_SHARED_PARAMETERS, ffi::
   return kernels()->forward(call, parallel) ? ffi::Error::Success() : no_memory();
 }
 
+static ffi::Error backward(ffi::ThreadPool pool, ATTNOPS_SHARED_PARAMETERS, Any d_out, Any lse, Any residual, Any delta,
+                           ffi::Result<Any> d_query, ffi::Result<Any> d_key, ffi::Result<Any> d_value,
+                           ffi::Result<Any> d_bias) {
+  if (!kernels()) return no_isa();
+  BackwardCall call{};
+  ffi::Error error = scoring_of(ATTNOPS_SHARED_VALUES, &call.scoring, &call.type);
+  if (error.failure()) return error;
+  const Scoring& s = call.scoring;
+  const ffi::DataType wide = call.type == Float::f16 ? ffi::F32 : query.element_type();
+  if (!has_shape(d_out, {{s.B}, {s.T}, {s.H}, {s.Dv}}) || d_out.element_type() != wide)
+    return wrong("the output's cotangent has a wrong shape or dtype");
+  for (const Any* x : {&lse, &residual, &delta})
+    if (!has_shape(*x, {{s.B}, {s.H}, {s.T}}) || x->element_type() != ffi::F32)
+      return wrong("the statistics have a wrong shape or dtype");
+  if (!has_shape(*d_query, {{s.B}, {s.T}, {s.H}, {s.D}}) || !has_shape(*d_key, {{s.B}, {s.S}, {s.K}, {s.D}}) ||
+      !has_shape(*d_value, {{s.B}, {s.S}, {s.K}, {s.Dv}}) || !type_of(d_query->element_type(), &call.d_type) ||
+      d_key->element_type() != d_query->element_type() || d_value->element_type() != d_query->element_type())
+    return wrong("a gradient has a wrong shape or dtype");
+  call.query = query.untyped_data(), call.key = key.untyped_data(), call.value = value.untyped_data();
+  call.d_out = d_out.untyped_data();
+  call.lse = lse.typed_data<float>(), call.residual = residual.typed_data<float>(), call.delta = delta.typed_data<float>();
+  call.d_query = d_query->untyped_data(), call.d_key = d_key->untyped_data(), call.d_value = d_value->untyped_data();
+  if (given(*d_bias)) {
+    if (d_bias->element_type() != ffi::F32 || d_bias->element_count() != bias.element_count())
+      return wrong("the bias's gradient has a wrong shape or dtype");
+    call.d_bias = d_bias->typed_data<float>();
+    call.bias_floats = static_cast<int64_t>(bias.element_count());
+  }
+  FfiParallel parallel(pool);
+  return kernels()->backward(call, parallel) ? ffi::Error::Success() : no_memory();
+}
+
 }  // namespace attnops
 
 ATTNOPS_HANDLER(attnops_cpu_forward, attnops::forward,
                 xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().ATTNOPS_SHARED_BINDING.ATTNOPS_SHARED_ATTRIBUTES
+                    .Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>())
+
+ATTNOPS_HANDLER(attnops_cpu_backward, attnops::backward,
+                xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().ATTNOPS_SHARED_BINDING.ATTNOPS_SHARED_ATTRIBUTES
+                    .Arg<xla::ffi::AnyBuffer>().Arg<xla::ffi::AnyBuffer>().Arg<xla::ffi::AnyBuffer>().Arg<xla::ffi::AnyBuffer>()
                     .Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>())

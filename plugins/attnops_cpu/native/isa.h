@@ -11,6 +11,7 @@ struct Kernels {
   const char* name;  // "avx512_bf16", "avx512", "avx2" or "baseline"
   void (*twice)(const float* x, float* y, int64_t n);  // tests of the library: y = 2 x
   bool (*forward)(const ForwardCall& call, Parallel& parallel);  // false: no memory
+  bool (*backward)(const BackwardCall& call, Parallel& parallel);
 };
 
 extern const Kernels kernels_baseline;

@@ -24,7 +24,7 @@ class CpuFlashAttention(FlashAttention):
 
     limits: ClassVar[Mapping[str, Limits]] = {
         "cpu": Limits(
-            max_head_dim=512,
+            max_head_dim=1024,
             bias_kinds=frozenset({"array", "ALiBi", "RelativePosition"}),
             interpretable=False,
             exportable=False,

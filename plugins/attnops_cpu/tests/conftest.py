@@ -16,7 +16,9 @@ def with_attnops_cpu() -> Iterator[None]:
     OperationRegistry.refresh()
     OperationRegistry.register(CpuFlashAttention)
     yield
-    OperationRegistry._registered[:] = [p for p in OperationRegistry._registered if p.operation_class is not CpuFlashAttention]
+    OperationRegistry._registered[:] = [
+        p for p in OperationRegistry._registered if p.operation_class is not CpuFlashAttention
+    ]
     if disabled is not None:
         os.environ["ATTNOPS_DISABLE"] = disabled
     OperationRegistry.refresh()

@@ -10,6 +10,6 @@ class TestFlashOnCPU(OperationConformance):
     block = 32
     strict, limit = True, 1200
     refuses = frozenset({"ScoreFn", "weights", "export"})
-    slow = frozenset({"test_caches"})
+    slow = frozenset({"test_caches", "second derivative"})
     every: ClassVar = {"test_all_pairs": 12, "test_cache_pairs": 8}
     test_sampled_pair = None  # each is one of all pairs

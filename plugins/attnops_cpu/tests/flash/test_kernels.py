@@ -88,8 +88,8 @@ def check(name: str) -> None:
     given.check(operation, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.tier(quick=["several heads a tile", "bfloat16 of many tiles", "bias of queries", "dropout"])
 def test_a_case_agrees_with_the_oracle(name: str) -> None:
     check(name)
 
@@ -152,6 +152,7 @@ def test_bands_need_no_tile_map_and_segments_no_bits() -> None:
         assert found.bits is None
 
 
+@pytest.mark.slow
 def test_tokens_that_no_query_sees_may_hold_nan_whatever_else_their_panel_has() -> None:
     T = 70
     q, k, v = (draw(1, T, 2, 16) for _ in range(3))

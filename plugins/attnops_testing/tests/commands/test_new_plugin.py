@@ -28,7 +28,7 @@ def run(tmp_path_factory):
         # What is found does not depend on how well it is compiled.
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "ATTNOPS_DISABLE": "attnops-ring,attnops-splash,attnops-tpu,attnops-triton",
+        "ATTNOPS_DISABLE": "attnops-cpu,attnops-ring,attnops-splash,attnops-tpu,attnops-triton",
     }
 
     def run(program, *arguments, cwd=folder, **changes):

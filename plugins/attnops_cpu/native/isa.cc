@@ -1,0 +1,66 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#define ATTNOPS_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace attnops {
+namespace {
+
+struct Choice {
+  const Kernels* kernels;
+  bool available;
+};
+
+// The fastest first.
+int choices(Choice* out) {
+  int n = 0;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  out[n++] = {&kernels_avx512_bf16, bf16};
+  out[n++] = {&kernels_avx512, avx512};
+  out[n++] = {&kernels_avx2, avx2};
+#endif
+  out[n++] = {&kernels_baseline, true};
+  return n;
+}
+
+const Kernels* choose() {
+  Choice all[4];
+  const int n = choices(all);
+  const char* forced = std::getenv("ATTNOPS_CPU_ISA");
+  for (int i = 0; i < n; ++i) {
+    if (!all[i].available) continue;
+    if (!forced || !*forced || !std::strcmp(forced, all[i].kernels->name)) return all[i].kernels;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+const Kernels* kernels() {
+  static const Kernels* const chosen = choose();
+  return chosen;
+}
+
+}  // namespace attnops
+
+// The instruction set that serves calls; empty if ATTNOPS_CPU_ISA names one that this processor does not have.
+ATTNOPS_EXPORT const char* attnops_cpu_isa() {
+  const attnops::Kernels* found = attnops::kernels();
+  return found ? found->name : "";
+}
+
+// All that this processor has, the fastest first, by index; null beyond the last.
+ATTNOPS_EXPORT const char* attnops_cpu_available(int index) {
+  attnops::Choice all[4];
+  const int n = attnops::choices(all);
+  for (int i = 0; i < n; ++i)
+    if (all[i].available && index-- == 0) return all[i].kernels->name;
+  return nullptr;
+}

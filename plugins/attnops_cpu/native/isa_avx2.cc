@@ -1,0 +1,2 @@
+#define ATTNOPS_ISA avx2
+#include "kernels.inc"

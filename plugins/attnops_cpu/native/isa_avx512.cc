@@ -1,0 +1,2 @@
+#define ATTNOPS_ISA avx512
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define ATTNOPS_ISA avx512_bf16
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define ATTNOPS_ISA baseline
+#include "kernels.inc"

@@ -22,8 +22,8 @@ from attnops_testing.tolerance import assert_close
 SUPPORT = Path(__file__).parents[3] / "tests" / "support"
 # What is found does not depend on how well it is compiled.
 FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-# Some ten times what a case that ends takes in a process of its own.
-LIMIT = 10
+# Seconds: many times what a case that ends takes, on a machine that does much else too.
+LIMIT = 15
 # A module of pytest with a suite for each class, as `attnops new` writes one.
 MODULE = """
 import planted_faults
@@ -174,7 +174,7 @@ def test_a_hang_ends_the_run_with_its_stack_and_the_results_so_far(cls, tmp_path
     done = run("-c", code, "check", name, "--mode", "prefill", "--limit", str(LIMIT), *features, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert re.search(r"^Causal +right", done.stdout, re.M)
-    assert re.search(r"^GQA +wrong +did not end in 30 s", done.stdout, re.M), done.stdout
+    assert re.search(rf"^GQA +wrong +did not end in {LIMIT} s", done.stdout, re.M), done.stdout
     assert "problem.check(" in done.stdout  # its stack
     assert "\n1 right, 0 refused, 1 wrong, 0 not run\nwrong: GQA\n" in done.stdout
 

@@ -1,19 +1,19 @@
 // The kernels of each instruction set, and which of them this processor runs.
 #pragma once
 
+#include "decode.h"
+#include "flash.h"
 #include "parallel.h"
 
 namespace attnops {
-
-struct ForwardCall;   // flash.h
-struct BackwardCall;  // flash.h
-struct DecodeCall;    // decode.h
 
 // What a file of an instruction set defines, each kernel in its `.inc` file.
 struct Kernels {
   const char* name;  // "avx512_bf16", "avx512", "avx2" or "baseline"
   void (*twice)(const float* x, float* y, int64_t n);  // tests of the library: y = 2 x
-  bool (*decode)(const DecodeCall& call, Parallel& parallel);  // false if there is no memory
+  bool (*forward)(const ForwardCall& call, Parallel& parallel);  // false: no memory
+  bool (*backward)(const BackwardCall& call, Parallel& parallel);
+  bool (*decode)(const DecodeCall& call, Parallel& parallel);
 };
 
 extern const Kernels kernels_baseline;

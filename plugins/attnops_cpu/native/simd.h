@@ -37,7 +37,15 @@ struct f16 {
 
 #define ATTNOPS_INLINE inline __attribute__((always_inline))
 
-static ATTNOPS_INLINE vf splat(float x) { return x - vf{}; }
+static ATTNOPS_INLINE vf splat(float x) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (vf)_mm256_set1_ps(x);
+#else
+  return x - vf{};
+#endif
+}
 static ATTNOPS_INLINE vi splat_i(int32_t x) { return x - vi{}; }
 static ATTNOPS_INLINE vf load(const float* p) {
   vf v;
@@ -79,9 +87,23 @@ static ATTNOPS_INLINE float hsum(vf v) {
   return s;
 }
 static ATTNOPS_INLINE float hmax(vf v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#endif
   float m = v[0];
   for (int i = 1; i < VL; ++i) m = v[i] > m ? v[i] : m;
   return m;
+}
+
+// x where the bit of the lane is set in the word, from bit `first` on, else −inf.
+static ATTNOPS_INLINE vf where_bits(uint32_t word, int first, vf x, float otherwise) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_mask_mov_ps((__m512)splat(otherwise), (__mmask16)(word >> first), (__m512)x);
+#else
+  vi lane;
+  for (int i = 0; i < VL; ++i) lane[i] = 1 << i;
+  return select((vi)((splat_i((int32_t)(word >> first)) & lane) != 0), x, splat(otherwise));
+#endif
 }
 
 // One 16-bit float.

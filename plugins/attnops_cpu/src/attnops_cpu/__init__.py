@@ -1,5 +1,6 @@
 """attnops-cpu: flash attention and decoding in C++, for x86-64 and ARM processors."""
 
 from attnops_cpu._version import __version__
+from attnops_cpu.flash.operation import CpuFlashAttention
 
-__all__ = ["__version__"]
+__all__ = ["CpuFlashAttention", "__version__"]

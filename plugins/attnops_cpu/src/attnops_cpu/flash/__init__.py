@@ -1,0 +1,1 @@
+"""Flash attention: the operation, its backend, and what its handlers are given."""

@@ -1,0 +1,104 @@
+"""The calls of the handlers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnops.dropout import dropout_threshold, spread_of_keys
+from attnops.kernels import folds_batch, one_by_one, output_like
+from attnops_cpu.flash.plan import Arrays, CpuPlan, TileMap
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
+
+
+@folds_batch
+def forward(
+    plan: CpuPlan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, tiles: TileMap
+) -> tuple[jax.Array, ...]:
+    """The output [B, T, H, Dv]; the logsumexp, its rounding error and, with ``plan.max_logits``, the largest scores,
+    float32 [B, H, T].
+    """
+    rows = (plan.B, plan.H, plan.T)
+    shapes = [rows, rows, rows if plan.max_logits else (0,)]
+    results = [
+        output_like(query, (plan.B, plan.T, plan.H, plan.Dv), plan.out_dtype),
+        *(output_like(query, shape, jnp.dtype(jnp.float32)) for shape in shapes),
+    ]
+    operands = _operands(query, key, value, arrays, tiles)
+    found = jax.ffi.ffi_call("attnops_cpu_forward", results)(*operands, **_attributes(plan))
+    return tuple(found if plan.max_logits else found[:3])
+
+
+class Cotangents(NamedTuple):
+    """What the backward pass is given.
+
+    Attributes:
+        d_out: [B, T, H, Dv] of the query's dtype; float32 for float16.
+        lse: float32 [B, H, T].
+        lse_residual: its rounding error, float32 [B, H, T].
+        delta: float32 [B, H, T]; the gradient of a score is ``weight · (d_out · value − delta)``.
+    """
+
+    d_out: jax.Array
+    lse: jax.Array
+    lse_residual: jax.Array
+    delta: jax.Array
+
+
+@folds_batch
+def backward(
+    plan: CpuPlan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, tiles: TileMap, given: Cotangents
+) -> tuple[jax.Array, ...]:
+    """The gradients of query, key and value; float32 for a partial softmax."""
+    return _backward(plan, False, query, key, value, arrays, tiles, given)[:3]
+
+
+@one_by_one
+def backward_with_bias(
+    plan: CpuPlan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, tiles: TileMap, given: Cotangents
+) -> tuple[jax.Array, ...]:
+    """`backward`, and the gradient of the bias's array, float32."""
+    return _backward(plan, True, query, key, value, arrays, tiles, given)
+
+
+def _backward(
+    plan: CpuPlan, wants_bias: bool, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, tiles: TileMap,
+    given: Cotangents,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    bias = arrays.bias.shape if wants_bias and arrays.bias is not None else (0,)
+    results = [
+        *(output_like(query, x.shape, plan.out_dtype) for x in (query, key, value)),
+        output_like(query, bias, jnp.dtype(jnp.float32)),
+    ]
+    operands = *_operands(query, key, value, arrays, tiles), *given
+    return tuple(jax.ffi.ffi_call("attnops_cpu_backward", results)(*operands, **_attributes(plan)))
+
+
+def _operands(
+    query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, tiles: TileMap
+) -> tuple[jax.Array, ...]:
+    """The arrays in the handlers' order; empty ones for those that the call does not have."""
+
+    def given(x: jax.Array | None, dtype: DType) -> jax.Array:
+        return jnp.zeros_like(query, shape=(0,), dtype=dtype) if x is None else x
+
+    return (
+        query, key, value, given(tiles.tiles, jnp.int32), given(tiles.bits, jnp.uint32),
+        given(tiles.q_ids, jnp.int32), given(tiles.kv_ids, jnp.int32), given(arrays.bias, jnp.float32),
+        given(arrays.dropout, jnp.uint32), given(arrays.sinks, jnp.float32),
+    )  # fmt: skip
+
+
+def _attributes(plan: CpuPlan) -> dict[str, Any]:
+    return {
+        "scale": np.float32(plan.scale), "cap": np.float32(plan.cap), "low": np.int64(plan.low),
+        "high": np.int64(plan.high), "block_q": np.int64(plan.block_q), "block_k": np.int64(plan.block_k),
+        "table": plan.table, "dropout_spread": np.int64(spread_of_keys(plan.dropout_step)),
+        "dropout_threshold": np.int64(dropout_threshold(plan.dropout_prob)),
+        "dropout_scale": np.float32(1 / (1 - plan.dropout_prob)),
+    }  # fmt: skip

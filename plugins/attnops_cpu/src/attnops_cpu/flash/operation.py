@@ -1,0 +1,68 @@
+"""FlashAttention for processors: the operation and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import ClassVar, Unpack
+
+import jax
+
+from attnops import AttentionRequest, FlashOptions, Limits, OperationOutput, Reason, Request
+from attnops.kernels import FlashBackend
+from attnops.operations.flash import FlashAttention
+from attnops_cpu.caches.reader import CpuCacheReader
+from attnops_cpu.library import library
+
+
+class CpuFlashAttention(FlashAttention):
+    """Attention in C++ kernels: O(T + S) memory, forward and backward; keys that no query of a block sees cost nothing.
+
+    Serves processors; on other platforms, and for requests that it refuses, the core's native forward runs. Results are
+    the same to the bit for any number of threads. A mask that is neither a band nor segments is read as a bit a score in
+    PARTIAL tiles: O(T · S / 8) bytes if it is traced. ``metadata.block_q`` and ``block_k`` are the sizes of these tiles;
+    ``block_k`` is rounded up to a multiple of 32.
+    """
+
+    limits: ClassVar[Mapping[str, Limits]] = {
+        "cpu": Limits(
+            max_head_dim=512,
+            bias_kinds=frozenset({"array", "ALiBi", "RelativePosition"}),
+            interpretable=False,
+            exportable=False,
+        )
+    }
+
+    readers: ClassVar[Mapping[str, object]] = {"cpu": CpuCacheReader()}
+
+    priority: ClassVar[int] = FlashAttention.priority + 1
+
+    def environment_key(self) -> Hashable:
+        """What traces depend on besides the arguments: the instruction set."""
+        return library().isa
+
+    def unsupported(self, request: Request) -> Iterable[Reason]:
+        """Yields the reasons why these kernels can't serve a request: the library can't be used."""
+        problem = library().problem
+        if problem is not None:
+            yield problem
+
+    def details(self, request: Request) -> Iterable[str]:
+        """Which instruction set serves the call, and what `FlashAttention.details` says."""
+        if isinstance(request, AttentionRequest) and library().problem is None:
+            yield f"kernels in C++ for {library().isa}"
+        if isinstance(request, AttentionRequest) and request.source is None:
+            yield from super().details(request)
+
+    def forward_cpu(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]
+    ) -> OperationOutput:
+        """Runs the C++ kernels. Arguments and output are those of `attnops.OperationImpl.__call__`."""
+        return self.run_backend("cpu", query, key, value, **options)
+
+    def backend(self, forward: str) -> FlashBackend | None:
+        """The C++ backend for the forward "cpu"; the core's backends for the others."""
+        if forward != "cpu":
+            return super().backend(forward)
+        from attnops_cpu.flash.backend import CpuFlash
+
+        return CpuFlash()

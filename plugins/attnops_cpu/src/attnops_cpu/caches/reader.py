@@ -42,9 +42,6 @@ class CpuCacheReader(CacheReader):
         if request.query_length > MOST_QUERIES:
             yield Reason("query", request.query_length, f"tokens a row must be at most {MOST_QUERIES} for the kernel that "
                          "reads caches", "native `flash` computes longer chunks in tiles")  # fmt: skip
-        if request.bias_kind not in ("", "array", "ALiBi", "RelativePosition"):
-            yield Reason("bias", request.bias_kind, "must be an array, ALiBi or RelativeBias for the kernel that reads "
-                         "caches", "native `flash` computes functions of scores")  # fmt: skip
         if request.key_length >= 1 << 31:
             yield Reason("cache", request.key_length, "slots of a row are more than int32 counts")
 

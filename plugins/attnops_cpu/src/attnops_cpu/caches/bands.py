@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -61,5 +62,9 @@ def _both(a: Bands, b: Bands) -> Bands:
         b = Bands(b.left, b.right, None, b.held if b.rest is None else b.rest & b.held)
     rests = [x for x in (a.rest, b.rest) if x is not None]
     rest = rests[0] if len(rests) == 1 else rests[0] & rests[1] if rests else None
-    left, right = (jnp.minimum(x, y) for x, y in ((a.left, b.left), (a.right, b.right)))
-    return Bands(left, right, a.held or b.held, rest)
+    return Bands(_least(a.left, b.left), _least(a.right, b.right), a.held or b.held, rest)
+
+
+def _least(x: Leaf, y: Leaf) -> Leaf:
+    is_traced = isinstance(x, jax.Array) or isinstance(y, jax.Array)
+    return jnp.minimum(x, y) if is_traced else np.minimum(x, y)

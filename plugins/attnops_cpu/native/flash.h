@@ -32,7 +32,8 @@ struct Scoring {
   const uint32_t* dropout;  // the hash of each query, [B, H, T]; null for none
   uint32_t dropout_spread, dropout_threshold;
   float dropout_scale;  // of the weights that are kept
-  const float* sinks;  // [H]; null for none
+  const float* sinks;  // [B or 1, H]; null for none
+  int64_t sinks_batch;
 };
 
 struct ForwardCall {

@@ -122,8 +122,8 @@ static ffi::Error scoring_of(ATTNOPS_SHARED_PARAMETERS, Scoring* s, Float* type)
     s->dropout_scale = dropout_scale;
   }
   if (given(sinks)) {
-    if (sinks.element_type() != ffi::F32 || !has_shape(sinks, {{1}, {s->H}})) return wrong("sinks have a wrong shape");
-    s->sinks = sinks.typed_data<float>();
+    if (sinks.element_type() != ffi::F32 || !has_shape(sinks, {{s->B, true}, {s->H}})) return wrong("sinks have a wrong shape");
+    s->sinks = sinks.typed_data<float>(), s->sinks_batch = stride(sinks, 0);
   }
   return ffi::Error::Success();
 }

@@ -23,7 +23,7 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 
 class CpuFlash(FlashBackend):
-    """The steps of `attnops.kernels.flash.attention` in C++. The statistics are the logsumexp and its rounding error."""
+    """The steps of `attnops.kernels.flash.attention` in C++. Statistics: the logsumexp and its rounding error."""
 
     def compute_dtype(self, call: FlashCall) -> DType:
         same = call.query.dtype == call.key.dtype == call.value.dtype

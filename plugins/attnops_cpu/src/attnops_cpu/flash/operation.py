@@ -18,14 +18,14 @@ class CpuFlashAttention(FlashAttention):
     """Attention in C++ kernels: O(T + S) memory, forward and backward; keys that no query of a block sees cost nothing.
 
     Serves processors; on other platforms, and for requests that it refuses, the core's native forward runs. Results are
-    the same to the bit for any number of threads. A mask that is neither a band nor segments is read as a bit a score in
-    PARTIAL tiles: O(T · S / 8) bytes if it is traced. ``metadata.block_q`` and ``block_k`` are the sizes of these tiles;
-    ``block_k`` is rounded up to a multiple of 32.
+    the same to the bit for any number of threads. Kernels evaluate bands and segments. Of others they read a bit
+    a score, which XLA computes for PARTIAL tiles; for all tiles, T · S / 8 bytes, if the mask is traced. The metadata's
+    ``block_q`` and ``block_k`` are the sizes of these tiles; ``block_k`` is rounded up to a multiple of 32.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {
         "cpu": Limits(
-            max_head_dim=512,
+            max_head_dim=1024,
             bias_kinds=frozenset({"array", "ALiBi", "RelativePosition"}),
             interpretable=False,
             exportable=False,

@@ -69,7 +69,7 @@ class Arrays(NamedTuple):
     """The inputs of scores other than query and key; None for those that a call does not have.
 
     Attributes:
-        sinks: [1, H] float32.
+        sinks: [1, H] float32; under `jax.vmap` [B, H].
         bias: [B or 1, H or 1, T or 1, S or 1]; or a table by distance [1, H, T + S − 1], ``kv − q`` at
             ``kv − q + T − 1``.
         dropout: the hash of each query, uint32 [B, H, T].

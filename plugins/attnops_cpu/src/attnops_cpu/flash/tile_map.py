@@ -25,7 +25,7 @@ _BATCH: Final = 32
 
 
 def tile_map(plan: CpuPlan, mask: Mask | None) -> TileMap:
-    """The tile map of a bound mask. O(T · S / (block_q · block_k)) integers, and a bit for each score that needs one."""
+    """The tile map of a bound mask: an integer a tile, and a bit for each score of those that need them."""
     if mask is None:
         return TileMap()
     split = mask.split()

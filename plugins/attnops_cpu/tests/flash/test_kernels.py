@@ -1,0 +1,177 @@
+"""The kernels of each instruction set, and what only they have: panels, blocks of rows, tile maps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.biases import ALiBi
+from attnops.kernels import FlashCall
+from attnops.masks import Causal, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
+from attnops_cpu.flash.backend import CpuFlash
+from attnops_cpu.flash.plan import EMPTY, FULL, PANEL
+from attnops_cpu.flash.tile_map import tile_map
+from attnops_cpu.library import library
+from attnops_testing import Problem
+from attnops_testing.partial import check_partial
+
+RNG = np.random.default_rng
+
+
+def draw(*shape: int, dtype: str = "float32") -> Any:
+    return RNG(shape).normal(size=shape).astype(jnp.dtype(dtype))
+
+
+def mask_of(name: str, B: int, T: int, S: int) -> Mask | None:
+    ids = RNG(1).integers(0, 3, (B, max(T, S)))  # not in order
+    return {
+        "none": None,
+        "causal": Causal(),
+        "window": SlidingWindow(9, 3),
+        "segments": Causal() & Segments(ids[:, :T], ids[:, :S]),
+        "bits": MaskFn(lambda b, h, q, kv: (q * 7 + kv * 3 + h) % 5 > 1),
+        "padding": Causal() & KeyPadding(RNG(2).random((B, S)) < 0.7),
+    }[name]
+
+
+# Shapes (B, T, S, H, K, D, Dv) with rows, keys and features that fill no block or panel, and with several of each; the
+# mask, the shape of a bias, and other options.
+CASES: dict[str, tuple[tuple[int, ...], str, str, tuple[int, ...] | str | None, dict[str, Any]]] = {
+    "one query": ((2, 1, 70, 4, 2, 16, 16), "float32", "none", None, {}),
+    "several heads a tile": ((1, 5, 300, 6, 2, 33, 70), "float32", "causal", None, {"sinks": draw(6)}),
+    "many chunks": ((1, 130, 600, 2, 1, 64, 96), "float32", "window", None, {"logits_soft_cap": 2.0}),
+    "pairs of bfloat16": ((1, 29, 101, 4, 2, 37, 33), "bfloat16", "segments", None, {}),
+    "bfloat16 of many tiles": ((1, 200, 210, 2, 1, 64, 64), "bfloat16", "causal", (1, 2, 200, 210), {}),
+    "float16": ((2, 50, 110, 2, 2, 24, 40), "float16", "padding", (1, 1, 1, 110), {}),
+    "bits": ((2, 150, 141, 4, 2, 16, 16), "float32", "bits", (2, 1, 150, 141), {"softmax_scale": -0.4}),
+    "bias of queries": ((2, 50, 110, 2, 2, 16, 16), "float32", "causal", (2, 2, 50, 1), {}),
+    "bias of keys": ((1, 40, 110, 2, 1, 16, 16), "float32", "none", (1, 1, 1, 110), {"logits_soft_cap": 1.5}),
+    "bias of a head": ((2, 40, 50, 2, 2, 16, 16), "float32", "none", (1, 2, 1, 1), {}),
+    "bias of 16 bits": ((1, 40, 50, 2, 2, 16, 16), "float32", "none", "bfloat16", {}),
+    "ALiBi": ((2, 70, 110, 4, 2, 16, 16), "float32", "causal", "ALiBi", {}),
+    "dropout": ((2, 70, 110, 4, 2, 16, 16), "float32", "segments", None, {"dropout_key": jax.random.key(3)}),
+    "wide heads": ((1, 30, 45, 2, 1, 576, 512), "float32", "causal", None, {}),
+}
+
+
+def problem(name: str) -> Problem:
+    (B, T, S, H, K, D, Dv), dtype, mask, bias, options = CASES[name]
+    arrays = {
+        "query": draw(B, T, H, D, dtype=dtype),
+        "key": draw(B, S, K, D, dtype=dtype),
+        "value": draw(B, S, K, Dv, dtype=dtype),
+    }
+    options = options | {"return_lse": True}
+    if mask != "none":
+        options["mask"] = mask_of(mask, B, T, S)
+    if bias == "ALiBi":
+        options["bias"] = ALiBi(np.linspace(0.01, 0.5, H).astype(np.float32))
+    elif bias is not None:
+        options["bias"] = draw(1, H, T, S, dtype=bias) if isinstance(bias, str) else draw(*bias)
+    fields = {"dropout_prob": 0.3} if "dropout_key" in options else {}
+    metadata = OperationMetadata(on_unsupported="error", mode="train", **fields)  # type: ignore[arg-type]
+    return Problem(**arrays, options=options, metadata=metadata)
+
+
+def check(name: str) -> None:
+    given = problem(name)
+    operation: Any = OperationRegistry.create("attnops-cpu:flash", given.metadata)
+    given.check(operation, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_agrees_with_the_oracle(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", [name for name in library().available if name != library().isa])
+def test_every_case_agrees_with_the_oracle_with_other_instructions(isa: str) -> None:
+    program = (
+        "import attnops, attnops_cpu, test_kernels as t\n"
+        "from attnops_cpu.library import library\n"
+        "attnops.OperationRegistry.register(attnops_cpu.CpuFlashAttention)\n"
+        "for name in t.CASES: t.check(name)\n"
+        "print(library().isa, 'right')"
+    )
+    environment = os.environ | {"ATTNOPS_CPU_ISA": isa}
+    environment.pop("ATTNOPS_DISABLE", None)
+    folder = Path(__file__).parent
+    found = subprocess.run([sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True)
+    assert found.stdout.splitlines()[-1:] == [f"{isa} right"], found.stderr[-3000:]
+
+
+def test_the_tile_map_has_bits_for_partial_tiles_alone_and_agrees_with_the_mask() -> None:
+    B, T, S, block_q, block_k = 2, 70, 150, 20, 64
+    metadata = OperationMetadata(block_q=block_q, block_k=50)  # rounded up to a multiple of a panel
+    for traced in (False, True):
+        lengths = KeyPadding(np.arange(S)[None] < np.array([[100], [30]]))
+        mask: Mask = (Causal() & lengths).bind(B, 1, T, S)
+        if traced:
+            mask = jax.tree.map(jnp.asarray, mask)
+        q, k = jnp.zeros((B, T, 1, 8)), jnp.zeros((B, S, 1, 8))
+        call = FlashCall(metadata, q, k, k, mask=mask, softmax_scale=1.0)
+        plan = CpuFlash().plan(call)
+        assert (plan.block_q, plan.block_k) == (block_q, block_k)
+        found = jax.tree.map(np.asarray, jax.jit(lambda plan=plan, mask=mask: tile_map(plan, mask))())
+        expected = np.broadcast_to(np.asarray(mask.dense(B, 1, T, S)), (B, 1, T, S))
+        bits = 0
+        for b, _, i, j in np.ndindex(found.tiles.shape):
+            tile = expected[b, 0, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
+            code = found.tiles[b, 0, i, j]
+            if code < 0:
+                assert tile.all() if code == FULL else not tile.any()
+                assert code in (EMPTY, FULL)
+                continue
+            bits += 1
+            words = found.bits[b, code]
+            seen = (words[:, :, None] >> np.arange(PANEL, dtype=np.uint32) & 1).reshape(block_q, block_k)
+            np.testing.assert_array_equal(seen[: tile.shape[0], : tile.shape[1]], tile)
+        assert 0 < bits < found.tiles.size
+        if not traced:
+            assert found.bits.shape[1] == max((each >= 0).sum() for each in found.tiles)
+
+
+def test_bands_need_no_tile_map_and_segments_no_bits() -> None:
+    q = jnp.zeros((1, 64, 1, 8))
+    for mask, has_tiles in ((Causal() & SlidingWindow(5, 1), False), (Causal() & Segments(np.arange(64) // 9), True)):
+        bound = mask.bind(1, 1, 64, 64)
+        call = FlashCall(OperationMetadata(), q, q, q, mask=bound, softmax_scale=1.0)
+        found = CpuFlash().schedule(CpuFlash().plan(call), call)
+        assert (found.tiles is not None) == has_tiles
+        assert found.bits is None
+
+
+@pytest.mark.slow
+def test_tokens_that_no_query_sees_may_hold_nan_whatever_else_their_panel_has() -> None:
+    T = 70
+    q, k, v = (draw(1, T, 2, 16) for _ in range(3))
+    hidden = np.arange(T) % 3 == 1
+    for x in (k, v):
+        x[:, hidden] = np.nan
+    operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return (operation(q, k, v, mask=KeyPadding(~hidden[None])).attention_outputs ** 2).sum()
+
+    found = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
+    kept = (q, *(jnp.asarray(np.where(hidden[None, :, None, None], 0, x)) for x in (k, v)))
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*kept)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["low", "plain", "bias", "dropout"])
+def test_partial_softmaxes_merge_to_vanilla_over_all_keys(features: str) -> None:
+    check_partial("attnops-cpu:flash", "cpu", features, block_q=16, block_k=32)

@@ -32,8 +32,8 @@ def split(mask: Mask | None, **window: Any) -> Bands:
 
 @pytest.mark.parametrize(
     ("mask", "left", "right"),
-    [(None, FAR, FAR), (Full(), FAR, FAR), (Causal(), FAR, 0), (SlidingWindow(5, 2), 5, 2), (SlidingWindow(None, 1), FAR, 1),
-     (Causal() & SlidingWindow(5, None) & SlidingWindow(3, 7), 3, 0)],
+    [(None, FAR, FAR), (Full(), FAR, FAR), (Causal(), FAR, 0), (SlidingWindow(5, 2), 5, 2),
+     (SlidingWindow(None, 1), FAR, 1), (Causal() & SlidingWindow(5, None) & SlidingWindow(3, 7), 3, 0)],
     ids=repr,
 )  # fmt: skip
 def test_bands_are_intervals(mask: Mask | None, left: int, right: int) -> None:

@@ -1,4 +1,4 @@
-"""The kernel over caches, held to float64: sizes at the edges, tokens that hold NaN, tables and lengths that are garbage."""
+"""The kernel over caches, held to float64: sizes at the edges, tokens that hold NaN, garbage in tables and lengths."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def test_tables_and_lengths_that_are_garbage_are_not_followed() -> None:
     cache = dataclasses.replace(cache, table=table)
     query = np.random.default_rng(1).standard_normal((3, 1, 2, 16), np.float32)
     out, _ = attend(query, cache, Causal())
-    known = exact(query[:2], dataclasses.replace(cache, table=cache.table[:2], lengths=cache.lengths[:2], starts=cache.starts[:2],
-                                                 overflowed=cache.overflowed[:2]))  # fmt: skip
+    fields: Any = {name: getattr(cache, name)[:2] for name in ("table", "lengths", "starts", "overflowed")}
+    known = exact(query[:2], dataclasses.replace(cache, **fields))
     np.testing.assert_allclose(out[:2], known[0], rtol=1e-5, atol=1e-5)
     assert np.isfinite(out).all()
 

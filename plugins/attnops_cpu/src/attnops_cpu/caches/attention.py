@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops.biases import Bias
 from attnops.kernels import FlashCall, equally_varying, one_by_one, output_like
 from attnops.masks import Mask
 from attnops_caches import PagedCache, StoredCache
@@ -76,7 +75,7 @@ def _run(plan: DecodePlan, query: jax.Array, arrays: dict[str, jax.Array]) -> tu
     query, *given = equally_varying([query, *(arrays[name] for name in names)])
     arrays = dict(zip(names, given, strict=True))
     lse = (B, H, T) if plan.wants_lse else (0,)
-    results = output_like(query, (B, T, H, plan.value_head_dim), query.dtype), output_like(query, lse, jnp.float32)
+    shapes = output_like(query, (B, T, H, plan.value_head_dim), query.dtype), output_like(query, lse, jnp.float32)
     none = {name: jnp.zeros(0, dtype) for name, dtype in _OPTIONAL.items() if name not in arrays}
     arrays = arrays | none
     arrays.setdefault("value", jnp.zeros((0, *(1,) * (arrays["key"].ndim - 1)), arrays["key"].dtype))
@@ -85,9 +84,9 @@ def _run(plan: DecodePlan, query: jax.Array, arrays: dict[str, jax.Array]) -> tu
         for name, x in dataclasses.asdict(plan).items()
         if name != "wants_lse"
     }
-    call = jax.ffi.ffi_call("attnops_cpu_decode", results)
-    out, lse = call(query, *(arrays[name] for name in _ORDER), **attributes)
-    return out, lse
+    call = jax.ffi.ffi_call("attnops_cpu_decode", shapes)
+    results = call(query, *(arrays[name] for name in _ORDER), **attributes)
+    return results[0], results[1]
 
 
 _ORDER: Final = (
@@ -128,7 +127,7 @@ def _score_arrays(call: FlashCall) -> dict[str, jax.Array]:
         found["bits"] = _bits(split.rest, B, H, T, S)
     bias = call.bias
     if bias is not None:
-        array = bias.array(B, H, T, S) if isinstance(bias, Bias) else bias  # of an `attnops_caches.scores.SlotBias`
+        array = bias if hasattr(bias, "shape") else bias.array(B, H, T, S)  # of an `attnops_caches.scores.SlotBias`
         found["bias"] = jnp.asarray(array).astype(jnp.float32)
     if call.sinks is not None:
         found["sinks"] = call.sinks.astype(jnp.float32)
@@ -144,7 +143,9 @@ def _positions(split: Bands, B: int, T: int, S: int) -> dict[str, jax.Array]:
         return {"positions": jnp.zeros((B, T), jnp.int32), "rows": jnp.broadcast_to(row, (B, 4))}
     slots = split.held.slots
     newest = jnp.full((B,), S - 1, jnp.int32) if slots.newest is None else slots.newest
-    rows = jnp.stack([jnp.broadcast_to(jnp.asarray(x), (B,)) for x in (slots.shift, slots.start, slots.stop, newest)], 1)
+    rows = jnp.stack(
+        [jnp.broadcast_to(jnp.asarray(x), (B,)) for x in (slots.shift, slots.start, slots.stop, newest)], 1
+    )
     return {"positions": jnp.broadcast_to(jnp.asarray(split.held.q_positions), (B, T)), "rows": rows}
 
 

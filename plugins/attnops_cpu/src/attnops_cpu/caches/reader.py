@@ -39,9 +39,9 @@ class CpuCacheReader(CacheReader):
         """Reasons why a cache can't be read in place, as `attnops_caches.CacheReader.unsupported` describes them."""
         if (problem := library().problem) is not None:
             yield problem
-        if request.query_length > MOST_QUERIES:
-            yield Reason("query", request.query_length, f"tokens a row must be at most {MOST_QUERIES} for the kernel that "
-                         "reads caches", "native `flash` computes longer chunks in tiles")  # fmt: skip
+        if (T := request.query_length) > MOST_QUERIES:
+            rule = f"must be at most {MOST_QUERIES} tokens a row for the kernel that reads caches"
+            yield Reason("query", T, rule, "native `flash` computes longer chunks in tiles")
         if request.key_length >= 1 << 31:
             yield Reason("cache", request.key_length, "slots of a row are more than int32 counts")
 

@@ -66,11 +66,11 @@ def cached_attention(call: FlashCall, cache: StoredCache, wants_lse: bool) -> tu
     library()  # which registers the kernel
     plan = DecodePlan.of(call, cache, wants_lse)
     arrays = _store_arrays(cache) | _score_arrays(call)
-    out, lse = _compiled(plan, call.query, arrays)
-    return out, lse if wants_lse else None
+    out, *lse = _compiled(plan, call.query, arrays)
+    return out, lse[0] if lse else None
 
 
-def _run(plan: DecodePlan, query: jax.Array, arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def _run(plan: DecodePlan, query: jax.Array, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
     (B, T, H, _), names = query.shape, list(arrays)
     query, *given = equally_varying([query, *(arrays[name] for name in names)])
     arrays = dict(zip(names, given, strict=True))
@@ -86,7 +86,7 @@ def _run(plan: DecodePlan, query: jax.Array, arrays: dict[str, jax.Array]) -> tu
     }
     call = jax.ffi.ffi_call("attnops_cpu_decode", shapes)
     results = call(query, *(arrays[name] for name in _ORDER), **attributes)
-    return results[0], results[1]
+    return tuple(results) if plan.wants_lse else (results[0],)
 
 
 _ORDER: Final = (

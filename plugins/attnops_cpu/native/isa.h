@@ -1,6 +1,7 @@
 // The kernels of each instruction set, and which of them this processor runs.
 #pragma once
 
+#include "decode.h"
 #include "flash.h"
 #include "parallel.h"
 
@@ -12,6 +13,7 @@ struct Kernels {
   void (*twice)(const float* x, float* y, int64_t n);  // tests of the library: y = 2 x
   bool (*forward)(const ForwardCall& call, Parallel& parallel);  // false: no memory
   bool (*backward)(const BackwardCall& call, Parallel& parallel);
+  bool (*decode)(const DecodeCall& call, Parallel& parallel);
 };
 
 extern const Kernels kernels_baseline;

@@ -18,7 +18,7 @@ import jax
 from attnops import Reason
 
 # The handlers, by the names of their symbols, which are also the names of their targets.
-TARGETS: Final = ("attnops_cpu_twice", "attnops_cpu_forward", "attnops_cpu_backward")
+TARGETS: Final = ("attnops_cpu_twice", "attnops_cpu_forward", "attnops_cpu_backward", "attnops_cpu_decode")
 
 _NAME: Final = "libattnops_cpu.dylib" if sys.platform == "darwin" else "libattnops_cpu.so"
 

@@ -10,6 +10,7 @@ import jax
 from attnops import AttentionRequest, FlashOptions, Limits, OperationOutput, Reason, Request
 from attnops.kernels import FlashBackend
 from attnops.operations.flash import FlashAttention
+from attnops_cpu.caches.reader import CpuCacheReader
 from attnops_cpu.library import library
 
 
@@ -44,6 +45,8 @@ class CpuFlashAttention(FlashAttention):
         )
     }
 
+    readers: ClassVar[Mapping[str, object]] = {"cpu": CpuCacheReader()}
+
     priority: ClassVar[int] = FlashAttention.priority + 1
 
     def environment_key(self) -> Hashable:
@@ -58,11 +61,11 @@ class CpuFlashAttention(FlashAttention):
 
     def details(self, request: Request) -> Iterable[str]:
         """Which instruction set serves the call, and what `FlashAttention.details` says."""
+        if isinstance(request, AttentionRequest) and library().problem is None:
+            rows = request.query_length * (request.heads // request.kv_heads)
+            few = request.source is None and _are_few(rows, request.key_length)
+            yield FEW if few else f"kernels in C++ for {library().isa}"
         if isinstance(request, AttentionRequest) and request.source is None:
-            if library().problem is None:
-                rows = request.query_length * (request.heads // request.kv_heads)
-                few = _are_few(rows, request.key_length)
-                yield FEW if few else f"kernels in C++ for {library().isa}"
             yield from super().details(request)
 
     def forward_cpu(

@@ -1,0 +1,54 @@
+// Numbers of 8 bits, and numbers at the end of a row.
+#pragma once
+
+#include "simd.h"
+
+namespace attnops {
+namespace ATTNOPS_ISA {
+
+// As they lie in memory.
+struct i8 {
+  int8_t value;
+};
+struct e4m3 {
+  uint8_t bits;
+};
+struct e5m2 {
+  uint8_t bits;
+};
+
+static ATTNOPS_INLINE vf load_wide(const i8* p) {
+  typedef int8_t vb __attribute__((vector_size(VL)));
+  vb b;
+  memcpy(&b, p, sizeof(b));
+  return __builtin_convertvector(b, vf);
+}
+typedef uint8_t vbyte __attribute__((vector_size(VL)));
+static ATTNOPS_INLINE vf of_halves(vh h) {
+  f16 halves[VL];
+  memcpy(halves, &h, sizeof(h));
+  return load_wide(halves);
+}
+static ATTNOPS_INLINE vf load_wide(const e5m2* p) {
+  vbyte b;
+  memcpy(&b, p, sizeof(b));
+  return of_halves(__builtin_convertvector(b, vh) << 8);
+}
+// As a float16 its exponent is 8 too small.
+static ATTNOPS_INLINE vf load_wide(const e4m3* p) {
+  vbyte b;
+  memcpy(&b, p, sizeof(b));
+  const vh h = __builtin_convertvector(b, vh);
+  return of_halves(((h & 0x80) << 8) | ((h & 0x7f) << 7)) * 256.0f;
+}
+// `count` numbers, fewer than VL, and zeros.
+template <class E>
+static ATTNOPS_INLINE vf load_first(const E* p, int64_t count) {
+  E some[VL];
+  memset(some, 0, sizeof(some));
+  memcpy(some, p, static_cast<size_t>(count) * sizeof(E));
+  return load_wide(some);
+}
+
+}  // namespace ATTNOPS_ISA
+}  // namespace attnops

@@ -1,0 +1,96 @@
+"""Which calls over caches are read in place, and why others are not."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import attnops
+from attnops import OperationMetadata, OperationRegistry, Reason
+from attnops.masks import Causal
+from attnops_caches import DenseCache, PagedCache, Quantized, in_place_reasons
+from attnops_cpu.library import Library, library
+from attnops_testing.cache_features import CACHE_FEATURES
+from attnops_testing.caches import cache_problem, check_cache
+from attnops_testing.runner import Status, Subject
+
+SUBJECT = Subject(operation="attnops-cpu:flash", platform="cpu")
+# What is not read in place, and what the reason is about.
+NATIVE = {"19 queries": "query", "packed rows": "rows", "ScoreFn": "bias"} | {
+    f"int4 by {scales}": "cache.codec" for scales in ("tensor", "head", "token_head")
+}
+# Combinations that together have each storage, codec, content and number of heads.
+QUICK = (
+    ("paged", "int8 by token_head", "Causal", "GQA", "4 queries", "bfloat16", "logsumexp", "left padding", "sinks"),
+    ("ring", "window per head", "MQA", "3 queries", "soft cap", "query_lengths", "op.step"),
+)
+SLOW = (
+    ("paged", "KeyPadding", "GQA", "5 queries", "D ≠ Dv", "array bias", "logsumexp"),
+    ("float8_e4m3fn by head", "latent", "MQA", "Causal", "float16"),
+    ("paged", "float8_e5m2 by tensor", "joined", "GQA", "MaskFn", "bfloat16"),
+    ("window per batch", "ALiBi", "4 queries", "softmax_scale", "bfloat16"),
+    ("paged", "latent", "int8 by token_head", "GQA", "3 queries", "bfloat16", "~mask"),
+)
+
+
+def reasons(features: tuple[str, ...]) -> list[Reason]:
+    """Why a problem is not read in place."""
+    problem = cache_problem(SUBJECT, features)
+    operation = SUBJECT.make(problem.metadata)
+
+    found: list[Reason] = []
+
+    def trace(query: Any, _key: Any, _value: Any, cache: Any, rows: Any) -> None:
+        given = {} if rows is None else {"rows" if problem.spec.rows == "packed" else "query_lengths": rows}
+        request = operation.request(query, cache, **problem.options, **given)
+        found.extend(in_place_reasons(operation, "cpu", request))
+
+    jax.eval_shape(trace, *problem.arguments)
+    return found
+
+
+@pytest.mark.parametrize("feature", CACHE_FEATURES)
+def test_features_are_read_in_place_or_have_a_reason(feature: str) -> None:
+    expected = [NATIVE[feature]] if feature in NATIVE else []
+    assert [reason.argument for reason in reasons((feature,))] == expected
+
+
+@pytest.mark.parametrize("features", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids="+".join)
+def test_combinations_are_read_in_place_and_right(features: tuple[str, ...]) -> None:
+    assert not reasons(features)
+    outcome = check_cache(SUBJECT, features)
+    assert outcome.status is Status.RIGHT, outcome.detail
+
+
+def described(cache: Any, T: int = 1) -> str:
+    operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata())
+    request = operation.request(jax.ShapeDtypeStruct((2, T, 4, 16), cache.dtype), cache, mask=Causal())
+    return str(attnops.explain(request, "attnops-cpu:flash"))
+
+
+def test_explain_has_the_reader_and_its_instruction_set() -> None:
+    cache = jax.eval_shape(lambda: DenseCache.create(batch=2, length=32, kv_heads=2, head_dim=16))
+    assert "reads the cache in place (forward_cpu)" in described(cache)
+    assert f"kernels in C++ for {library().isa}" in described(cache)
+    assert "reads the cache in place (forward_cpu)" not in described(cache, T=17)
+
+
+def test_rows_are_read_by_themselves() -> None:
+    make = functools.partial(PagedCache.create, batch=2, pages=8, page_size=16, max_pages=4, kv_heads=2, head_dim=16)
+    cache = jax.eval_shape(make)
+    assert "attnops-cpu has no cascade attention" in described(cache)
+
+
+def test_without_a_library_native_flash_reads_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Library("", (), Reason("attnops-cpu's library", "missing", "must be there", "install a compiler"))
+    monkeypatch.setattr("attnops_cpu.caches.reader.library", lambda: missing)
+    monkeypatch.setattr("attnops_cpu.flash.operation.library", lambda: missing)
+    make = functools.partial(DenseCache.create, batch=1, length=8, kv_heads=1, head_dim=8, codec=Quantized("int8"))
+    cache = jax.eval_shape(make)
+    operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata())
+    request = operation.request(jax.ShapeDtypeStruct((1, 1, 1, 8), jnp.bfloat16), cache)
+    assert {reason.argument for reason in in_place_reasons(operation, "cpu", request)} == {"attnops-cpu's library"}

@@ -1,0 +1,189 @@
+"""The kernel over caches, held to float64: sizes at the edges, tokens that hold NaN, garbage in tables and lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal, Lengths, Mask, SlidingWindow
+from attnops_caches import Cache, DenseCache, PagedCache, WindowCache
+
+Array = np.ndarray[Any, Any]
+
+
+def filled(create: Callable[[], Any], lengths: Any, **fields: Any) -> Any:
+    """The cache with normal numbers in every slot, and rows of these lengths; no program makes it."""
+    cache = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(create))
+    stored = cache.store.layout.stored_dtype
+    changes: dict[str, Any] = {}
+    for i, name in enumerate(("key", "value")):
+        if (x := getattr(cache.store, name)) is not None:
+            changes[name] = np.random.default_rng(i).standard_normal(x.shape, np.float32).astype(stored).view(x.dtype)
+    store = dataclasses.replace(cache.store, **changes)
+    return dataclasses.replace(cache, store=store, lengths=np.asarray(lengths, np.int32), **fields)
+
+
+def dense(**options: Any) -> Callable[[], Any]:
+    return functools.partial(DenseCache.create, **options)
+
+
+def paged(batch: int, length: int, page: int, lengths: Any, **options: Any) -> Any:
+    """A cache of pages in any order."""
+    most = -(-length // page)
+    table = np.random.default_rng(5).permutation(batch * most).reshape(batch, most).astype(np.int32)
+    sizes: Any = {"batch": batch, "pages": batch * most, "page_size": page, "max_pages": most}
+    return filled(functools.partial(PagedCache.create, **sizes, **options), lengths, table=table)
+
+
+def attend(query: Array, cache: Cache, mask: Mask | None) -> tuple[Array, Array]:
+    operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    program = jax.jit(lambda q, c: operation(q, c, return_lse=True, **({} if mask is None else {"mask": mask})))
+    result = program(query.astype(cache.dtype), cache)
+    return np.asarray(result.attention_outputs, np.float64), np.asarray(result.logsumexp, np.float64)
+
+
+def exact(query: Array, cache: Cache, left: int | None = None) -> tuple[Array, Array]:
+    """Causal attention of the last tokens of each row in float64, with a window of ``left`` tokens before each."""
+    B, T, H, D = query.shape
+    query = query.astype(cache.dtype).astype(np.float64)
+    keys, values, positions, held = (np.asarray(x, np.float64) for x in jax.jit(lambda c: c.read())(cache))
+    out, lse = np.zeros((B, T, H, values.shape[3])), np.full((B, H, T), -np.inf)
+    for b, t, h in np.ndindex(B, T, H):
+        own = int(cache.lengths[b]) - int(cache.starts[b]) - T + t
+        sees = (held[b] > 0) & (positions[b] <= own) & (own >= 0) & (left is None or positions[b] >= own - (left or 0))
+        if not sees.any():
+            continue
+        k = h // (H // keys.shape[2])
+        scores = keys[b, sees, k] @ query[b, t, h] * D**-0.5
+        weights = np.exp(scores - scores.max())
+        out[b, t, h] = weights / weights.sum() @ values[b, sees, k]
+        lse[b, h, t] = scores.max() + np.log(weights.sum())
+    return out, lse
+
+
+def check(cache: Any, T: int, G: int, mask: Mask | None = None, left: int | None = None) -> None:
+    query = np.random.default_rng(9).standard_normal((cache.batch, T, cache.kv_heads * G, cache.head_dim), np.float32)
+    found, wanted = attend(query, cache, Causal() if mask is None else mask), exact(query, cache, left)
+    eps = float(jnp.finfo(cache.dtype).eps)
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(np.isneginf(x), np.isneginf(y))
+        finite = np.isfinite(y)
+        np.testing.assert_allclose(x[finite], y[finite], rtol=8 * eps, atol=8 * eps)
+
+
+F32: dict[str, Any] = {"dtype": jnp.float32}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("T", [1, 4, 16])
+@pytest.mark.parametrize(("G", "D", "Dv"), [(1, 64, 64), (4, 80, 80), (8, 128, 128), (2, 256, 64), (3, 40, 72)])
+@pytest.mark.tier(every=3, quick=["3-40-72-4-float32", "8-128-128-1-bfloat16"])
+def test_sizes_of_all_kinds(G: int, D: int, Dv: int, T: int, dtype: Any) -> None:
+    create = dense(batch=2, length=70, kv_heads=2, head_dim=D, value_head_dim=Dv, dtype=dtype)
+    check(filled(create, [70, 33]), T, G)
+
+
+@pytest.mark.parametrize("page", [1, 16, 128])
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.slow
+def test_pages(page: int, T: int) -> None:
+    check(paged(3, 300, page, [300, 7, 150], kv_heads=2, head_dim=32, **F32), T, 2)
+
+
+@pytest.mark.parametrize("length", [1, 15, 2000, 5000])
+@pytest.mark.slow
+def test_rows_of_one_chunk_and_of_several(length: int) -> None:
+    check(filled(dense(batch=2, length=length, kv_heads=1, head_dim=64, **F32), [length, length // 2]), 1, 4)
+
+
+def test_rows_without_tokens_see_nothing() -> None:
+    check(filled(dense(batch=3, length=40, kv_heads=1, head_dim=16, **F32), [0, 1, 40]), 1, 2)
+
+
+@pytest.mark.parametrize("make", ["dense", "paged", "ring"])
+@pytest.mark.slow
+def test_a_window_smaller_than_a_page(make: str) -> None:
+    options: dict[str, Any] = {"kv_heads": 1, "head_dim": 16, **F32}
+    lengths = np.array([90, 4], np.int32)
+    if make == "paged":
+        cache = paged(2, 100, 16, lengths, **options)
+    elif make == "dense":
+        cache = filled(dense(batch=2, length=100, **options), lengths)
+    else:
+        ring = functools.partial(WindowCache.create, batch=2, window=6, max_append=3, **options)
+        cache = filled(ring, lengths, written=lengths)
+    check(cache, 3, 2, Causal() & SlidingWindow(5, None), left=5)
+
+
+@pytest.mark.slow
+def test_layers_and_starts() -> None:
+    create = dense(batch=2, length=30, kv_heads=2, head_dim=16, layers=3, **F32)
+    cache = filled(create, [[30, 12]] * 3, starts=np.array([[0, 5]] * 3, np.int32))
+    for layer in range(3):
+        check(cache.layer(layer), 2, 2)
+
+
+@pytest.mark.parametrize("by_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_values_that_a_query_does_not_see_may_be_nan(by_bits: bool) -> None:
+    """Also those that later queries of the same row see."""
+    cache = paged(2, 64, 16, [50, 20], kv_heads=1, head_dim=16, **F32)
+    poisoned = cache.store.key.copy()
+    table = cache.table
+    for b, length in enumerate((50, 20)):
+        for slot in range(length - 1, 64):
+            poisoned[table[b, slot // 16], :, slot % 16] = np.nan
+    store = dataclasses.replace(cache.store, key=poisoned)
+    query = np.random.default_rng(1).standard_normal((2, 4, 2, 16), np.float32)
+    mask = Causal() & Lengths([64, 64]) if by_bits else Causal()
+    found = attend(query, dataclasses.replace(cache, store=store), mask)
+    wanted = exact(query, cache)
+    np.testing.assert_allclose(found[0][:, :3], wanted[0][:, :3], rtol=1e-5, atol=1e-5)
+    assert np.isnan(found[0][:, 3]).all()
+
+
+@pytest.mark.slow
+def test_tables_and_lengths_that_are_garbage_are_not_followed() -> None:
+    cache = paged(3, 64, 16, [64, 64, 2**31 - 1], kv_heads=1, head_dim=16, **F32)
+    table = cache.table.copy()
+    table[0, 1], table[0, 2], table[1, 0] = 2**31 - 1, -(2**31), 12
+    cache = dataclasses.replace(cache, table=table)
+    query = np.random.default_rng(1).standard_normal((3, 1, 2, 16), np.float32)
+    out, _ = attend(query, cache, Causal())
+    fields: Any = {name: getattr(cache, name)[:2] for name in ("table", "lengths", "starts", "overflowed")}
+    known = exact(query[:2], dataclasses.replace(cache, **fields))
+    np.testing.assert_allclose(out[:2], known[0], rtol=1e-5, atol=1e-5)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.slow
+def test_results_are_the_same_to_the_bit() -> None:
+    cache = filled(dense(batch=2, length=4096, kv_heads=2, head_dim=128), [4096, 3000])
+    query = np.random.default_rng(1).standard_normal((2, 1, 8, 128), np.float32)
+    first = attend(query, cache, Causal())
+    for _ in range(5):
+        for x, y in zip(attend(query, cache, Causal()), first, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.slow
+def test_a_step_writes_in_place_and_attends() -> None:
+    cache = jax.tree.map(jnp.asarray, filled(dense(batch=2, length=40, kv_heads=2, head_dim=16, **F32), [20, 39]))
+    token = jnp.asarray(np.random.default_rng(3).standard_normal((2, 1, 2, 16), np.float32))
+    query = jnp.asarray(np.random.default_rng(4).standard_normal((2, 1, 4, 16), np.float32))
+    operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    step = jax.jit(lambda q, k, c: operation.step(q, k, k, c, mask=Causal()), donate_argnums=2)
+    after = cache.append(token, token)
+    wanted = exact(np.asarray(query), after)[0]
+    pointer = cache.store.key.unsafe_buffer_pointer()
+    result, written = step(query, token, cache)
+    np.testing.assert_allclose(result.attention_outputs, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(written.store.key, after.store.key)
+    assert written.store.key.unsafe_buffer_pointer() == pointer

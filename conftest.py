@@ -12,7 +12,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Where it is installed it serves `flash` here, and so must not take part in tests of the native forward; its own tests
 # enable it.
-if any(x.metadata["Name"] == "attnops-cpu" for x in importlib.metadata.distributions(name="attnops-cpu")):
+if [*importlib.metadata.distributions(name="attnops-cpu")]:
     os.environ["ATTNOPS_DISABLE"] = ",".join(filter(None, [os.environ.get("ATTNOPS_DISABLE"), "attnops-cpu"]))
 
 from typing import Any

@@ -20,8 +20,9 @@ TRITON = "plugins/attnops_triton/tests/flash"
 BACKENDS = {
     "vanilla": ("vanilla", "attnops", "tests/operations/test_conformance.py"),
     "sdpa": ("sdpa", "attnops", "tests/operations/test_conformance.py"),
-    "flash": ("native flash", "attnops", "tests/operations/test_conformance.py"),
+    "attnops:flash": ("native flash", "attnops", "tests/operations/test_conformance.py"),
     "ring": ("ring", "attnops_ring", "plugins/attnops_ring/tests/test_conformance.py"),
+    "attnops-cpu:flash": ("C++", "attnops_cpu", "plugins/attnops_cpu/tests/flash/test_conformance.py"),
     "attnops-tpu:flash": (
         "TPU, interpreted", "attnops_tpu", "plugins/attnops_tpu/tests/flash/test_conformance.py"
     ),

@@ -6,12 +6,18 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+# The table has `flash` on CPUs as it is everywhere: attnops-cpu is installed only where it could be compiled.
+if [*importlib.metadata.distributions(name="attnops-cpu")]:
+    os.environ["ATTNOPS_DISABLE"] = "attnops-cpu"
 
 from attnops import OperationRegistry
 from attnops.dispatch.plugins import Plugin

@@ -21,7 +21,7 @@ class TestVanilla(OperationConformance):
 
 
 class TestFlash(OperationConformance):
-    operation = "flash"
+    operation = "attnops:flash"  # also where a plugin for CPUs is installed
     strict, limit = True, 1200
     every: ClassVar = {"test_all_pairs": 12, "test_cache_pairs": 8}
     test_sampled_pair = None  # each is one of all pairs

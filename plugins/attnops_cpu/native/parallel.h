@@ -33,7 +33,8 @@ class Parallel {
 // the same task invalidates the first. Null if there is no memory.
 void* scratch(int64_t bytes);
 
-// Memory of one call, 64-byte aligned; null if there is no memory.
+// Memory of one call, 64-byte aligned, its content undefined; null if there is no memory. Up to 64 MB of it are kept for
+// later calls.
 class Buffer {
  public:
   explicit Buffer(int64_t bytes);
@@ -43,6 +44,7 @@ class Buffer {
   void* get() const { return data_; }
 
  private:
+  int64_t bytes_;
   void* data_;
 };
 

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from attnops_testing import OperationConformance
+from attnops_testing.behaviours import memory_growth
 
 
 class TestFlashOnCPU(OperationConformance):
@@ -13,3 +14,9 @@ class TestFlashOnCPU(OperationConformance):
     slow = frozenset({"test_caches", "second derivative"})
     every: ClassVar = {"test_all_pairs": 12, "test_cache_pairs": 8}
     test_sampled_pair = None  # each is one of all pairs
+
+    def test_memory_growth(self, case: str) -> None:
+        if case == "ALiBi":  # XLA sums long tables, whose sum is the gradient of slopes, with one temporary more
+            memory_growth(self.subject(), case, length=4096)
+        else:
+            self._check("memory_growth", case)

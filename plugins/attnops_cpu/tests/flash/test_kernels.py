@@ -18,6 +18,7 @@ from attnops.biases import ALiBi
 from attnops.kernels import FlashCall
 from attnops.masks import Causal, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
 from attnops_cpu.flash.backend import CpuFlash
+from attnops_cpu.flash.operation import FEW
 from attnops_cpu.flash.plan import EMPTY, FULL, PANEL
 from attnops_cpu.flash.tile_map import tile_map
 from attnops_cpu.library import library
@@ -47,7 +48,7 @@ def mask_of(name: str, B: int, T: int, S: int) -> Mask | None:
 # mask, the shape of a bias, and other options.
 CASES: dict[str, tuple[tuple[int, ...], str, str, tuple[int, ...] | str | None, dict[str, Any]]] = {
     "one query": ((2, 1, 70, 4, 2, 16, 16), "float32", "none", None, {}),
-    "several heads a tile": ((1, 5, 300, 6, 2, 33, 70), "float32", "causal", None, {"sinks": draw(6)}),
+    "several heads a tile": ((1, 12, 300, 6, 2, 33, 70), "float32", "causal", None, {"sinks": draw(6)}),
     "many chunks": ((1, 130, 600, 2, 1, 64, 96), "float32", "window", None, {"logits_soft_cap": 2.0}),
     "pairs of bfloat16": ((1, 29, 101, 4, 2, 37, 33), "bfloat16", "segments", None, {}),
     "bfloat16 of many tiles": ((1, 200, 210, 2, 1, 64, 64), "bfloat16", "causal", (1, 2, 200, 210), {}),
@@ -124,7 +125,8 @@ def test_the_tile_map_has_bits_for_partial_tiles_alone_and_agrees_with_the_mask(
         plan = CpuFlash().plan(call)
         assert (plan.block_q, plan.block_k) == (block_q, block_k)
         found = jax.tree.map(np.asarray, jax.jit(lambda plan=plan, mask=mask: tile_map(plan, mask))())
-        expected = np.broadcast_to(np.asarray(mask.dense(B, 1, T, S)), (B, 1, T, S))
+        q_index, kv_index = np.ogrid[:T, :S]
+        expected = (kv_index <= q_index + S - T) & (kv_index < np.array([100, 30]).reshape(B, 1, 1, 1))
         bits = 0
         for b, _, i, j in np.ndindex(found.tiles.shape):
             tile = expected[b, 0, i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
@@ -142,12 +144,22 @@ def test_the_tile_map_has_bits_for_partial_tiles_alone_and_agrees_with_the_mask(
             assert found.bits.shape[1] == max((each >= 0).sum() for each in found.tiles)
 
 
+def test_few_queries_of_many_keys_run_native_flash_and_explain_says_so() -> None:
+    operation: Any = OperationRegistry.create("attnops-cpu:flash")
+    for T, few in ((8, True), (64, False)):
+        query, key = (jax.ShapeDtypeStruct((1, n, h, 16), jnp.float32) for n, h in ((T, 4), (300, 1)))
+        request = operation.request(query, key, key)
+        assert (FEW in operation.details(request)) == few
+        program = jax.jit(lambda q, k: operation(q, k, k).attention_outputs).lower(query, key).as_text()
+        assert ("attnops_cpu_forward" in program) == (not few)
+
+
 def test_bands_need_no_tile_map_and_segments_no_bits() -> None:
     q = jnp.zeros((1, 64, 1, 8))
     for mask, has_tiles in ((Causal() & SlidingWindow(5, 1), False), (Causal() & Segments(np.arange(64) // 9), True)):
         bound = mask.bind(1, 1, 64, 64)
         call = FlashCall(OperationMetadata(), q, q, q, mask=bound, softmax_scale=1.0)
-        found = CpuFlash().schedule(CpuFlash().plan(call), call)
+        found = jax.eval_shape(lambda call=call: CpuFlash().schedule(CpuFlash().plan(call), call))
         assert (found.tiles is not None) == has_tiles
         assert found.bits is None
 

@@ -26,7 +26,7 @@ def run(tmp_path_factory):
         "JAX_PLATFORMS": "cpu",
         "COLUMNS": "200",
         "XDG_CACHE_HOME": str(folder / "cache"),
-        "ATTNOPS_DISABLE": "attnops-ring,attnops-splash,attnops-tpu,attnops-triton",
+        "ATTNOPS_DISABLE": "attnops-cpu,attnops-ring,attnops-splash,attnops-tpu,attnops-triton",
     }
 
     def run(program, *arguments, cwd=folder, **changes):

@@ -85,7 +85,8 @@ class CpuFlash(FlashBackend):
     ) -> tuple[jax.Array, jax.Array, jax.Array, Arrays]:
         query, key, value, arrays, tiles = operands
         d_out = d_out.astype(jnp.float32 if plan.dtype == "float16" else plan.dtype)
-        given = Cotangents(d_out, *statistics, delta)
+        lse, lse_residual = statistics
+        given = Cotangents(d_out, lse, lse_residual, delta)
         if not wants_bias:
             return *backward(plan, query, key, value, arrays, tiles, given), Arrays()
         *d, d_bias = backward_with_bias(plan, query, key, value, arrays, tiles, given)

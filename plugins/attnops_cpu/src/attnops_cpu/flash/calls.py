@@ -29,7 +29,7 @@ def forward(
         output_like(query, (plan.B, plan.T, plan.H, plan.Dv), plan.out_dtype),
         *(output_like(query, shape, jnp.dtype(jnp.float32)) for shape in shapes),
     ]
-    operands = _operands(query, key, value, arrays, tiles)
+    operands = _operands(plan, query, key, value, arrays, tiles)
     found = jax.ffi.ffi_call("attnops_cpu_forward", results)(*operands, **_attributes(plan))
     return tuple(found if plan.max_logits else found[:3])
 
@@ -72,21 +72,29 @@ def _backward(
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     bias = arrays.bias.shape if wants_bias and arrays.bias is not None else (0,)
     results = [
-        *(output_like(query, x.shape, plan.out_dtype) for x in (query, key, value)),
+        *(output_like(query, (plan.B, *x.shape[1:]), plan.out_dtype) for x in (query, key, value)),
         output_like(query, bias, jnp.dtype(jnp.float32)),
     ]
-    operands = *_operands(query, key, value, arrays, tiles), *given
+    operands = *_operands(plan, query, key, value, arrays, tiles), *(_for_all(plan, x) for x in given)
     return tuple(jax.ffi.ffi_call("attnops_cpu_backward", results)(*operands, **_attributes(plan)))
 
 
+def _for_all(plan: CpuPlan, x: jax.Array) -> jax.Array:
+    """An array of every batch. Under `jax.vmap` one that all slices share has the batch 1 if theirs is 1."""
+    return x if x.shape[0] == plan.B else jnp.broadcast_to(x, (plan.B, *x.shape[1:]))
+
+
 def _operands(
-    query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, tiles: TileMap
+    plan: CpuPlan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, tiles: TileMap
 ) -> tuple[jax.Array, ...]:
     """The arrays in the handlers' order; empty ones for those that the call does not have."""
 
     def given(x: jax.Array | None, dtype: DType) -> jax.Array:
         return jnp.zeros_like(query, shape=(0,), dtype=dtype) if x is None else x
 
+    if arrays.dropout is not None:
+        arrays = arrays._replace(dropout=_for_all(plan, arrays.dropout))
+    query, key, value = (_for_all(plan, x) for x in (query, key, value))
     return (
         query, key, value, given(tiles.tiles, jnp.int32), given(tiles.bits, jnp.uint32),
         given(tiles.q_ids, jnp.int32), given(tiles.kv_ids, jnp.int32), given(arrays.bias, jnp.float32),

@@ -1,0 +1,38 @@
+"""The flash kernels of each instruction set, built with sanitizers, in random calls."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from attnops_cpu.library import library
+
+ROOT: Final = Path(__file__).parents[2]
+_AVX2: Final = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
+FLAGS: Final = {
+    "baseline": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("isa", library().available)
+def test_random_calls_are_right_and_read_nothing_outside(isa: str, tmp_path: Path) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler is not None, "building attnops-cpu needs a C++ compiler"
+    program = tmp_path / "fuzz"
+    sources = [ROOT / "tests/native/flash_fuzz.cc", ROOT / "native/memory.cc"]
+    options = ["-std=c++17", "-O1", "-g", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+               "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-DATTNOPS_ISA={isa}"]  # fmt: skip
+    subprocess.run([compiler, *options, *FLAGS[isa], f"-I{ROOT / 'native'}", *sources, "-o", program], check=True)
+    right = subprocess.run([program, "400", "7"], capture_output=True, text=True, check=False)
+    assert right.returncode == 0, right.stdout + right.stderr
+    wrong = subprocess.run([program, "20", "7", "hide the newest key"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 1, "a plain computation without the newest key is not told from the kernel"

@@ -13,7 +13,6 @@ from attnops.operations.flash import FlashAttention
 from attnops_cpu.caches.reader import CpuCacheReader, kernel_reasons
 from attnops_cpu.library import library
 
-
 # What `details` says of calls with few queries.
 FEW: Final = "few queries of many keys: in plain JAX, as native flash, which does not pack keys and values"
 

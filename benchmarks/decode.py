@@ -11,6 +11,7 @@ that a codec makes to the output, by root mean squares; tokens are Gaussian.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import sys
@@ -46,12 +47,26 @@ from attnops_testing.bench import (
 H, K, D = 32, 8, 128
 WINDOW = 1024
 INTEGERS = ("int8", "int4")
+# The core's `flash`, and the plugin's.
+NATIVE, KERNEL = "attnops:flash", "attnops-cpu:flash"
 # The peers, each timed if it is installed.
 COMPARED = ("jax.nn", "flax.nnx", "torch")
 # The number of timings of each contender, and the seconds after which they end.
 ROUNDS, SECONDS = 9, 2.0
 
 Entry = tuple[str, CacheCase | Case, Contender]
+
+
+@functools.cache
+def has_kernel() -> bool:
+    """Whether attnops-cpu can be called, installed or on the path."""
+    with contextlib.suppress(ImportError):
+        from attnops_cpu import CpuFlashAttention
+        from attnops_cpu.library import library
+
+        OperationRegistry.register(CpuFlashAttention, override=True)
+        return library().problem is None
+    return False
 
 
 def tokens(batch: int, length: int, used: int, dtype: str) -> Tokens:
@@ -159,12 +174,16 @@ def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
             codec = Quantized(name)
             caches |= {
                 name: dense(batch, length, dtype, codec=codec),
+                f"{name} paged 16": paged(batch, length, dtype, 16, codec=codec),
                 f"{name} paged 128": paged(batch, length, dtype, 128, codec=codec),
             }
     first = CacheCase(tokens=tokens(batch, length, used, dtype), cache=caches["dense"])
     cases = {name: first if name == "dense" else first.over(cache) for name, cache in caches.items()}
     # Entries that read the same arrays do not follow one another, so that these are not in the processor's caches.
-    entries: list[Entry] = [(name, case, operation("flash")) for name, case in cases.items()]
+    entries: list[Entry] = [(name, case, operation(NATIVE)) for name, case in cases.items()]
+    if has_kernel():  # which does not read int4 in place
+        kernel = {name: case for name, case in cases.items() if "int4" not in name}
+        entries += [(f"{name} kernel", case, operation(KERNEL)) for name, case in kernel.items()]
     entries += [(name, first, PEERS[name].contender) for name in COMPARED if PEERS[name].installed]
     entries += [(f"{name} floor", case, Contender("floor", floor)) for name, case in cases.items()]
     entries += [(f"{name} read", cases[name], reading()) for name in ("dense", *INTEGERS) if name in cases]
@@ -177,7 +196,7 @@ def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
 
 def output_error(case: CacheCase, plain: CacheCase) -> float:
     """The root mean square of the difference that a codec makes to the output, relative to the output's."""
-    op = OperationRegistry.create("flash", OperationMetadata())
+    op = OperationRegistry.create(NATIVE, OperationMetadata())
     query = jnp.asarray(case.tokens.inputs[0])
     found, wanted = (
         np.asarray(op(query, x.filled, mask=Causal()).attention_outputs, np.float64) for x in (case, plain)
@@ -198,7 +217,9 @@ def windows(batch: int, length: int, dtype: str) -> dict[str, Any]:
             tokens=tokens(batch, WINDOW, WINDOW, dtype), cache=dense(batch, WINDOW, dtype)
         ),
     }
-    entries: list[Entry] = [(name, case, operation("flash")) for name, case in cases.items()]
+    entries: list[Entry] = [(name, case, operation(NATIVE)) for name, case in cases.items()]
+    if has_kernel():
+        entries += [(f"{name}, attnops-cpu", case, operation(KERNEL)) for name, case in cases.items()]
     for name in ("window of a long cache", "cache of the window"):
         entries.append((f"floor of a {name}", cases[name], Contender("floor", floor)))
     return {"batch": batch, "length": length, "dtype": dtype, "seconds": seconds(best(entries))}
@@ -206,7 +227,7 @@ def windows(batch: int, length: int, dtype: str) -> dict[str, Any]:
 
 def step(case: Case) -> Ready:
     """`step` of a whole prompt into an empty cache."""
-    op = OperationRegistry.create("flash", OperationMetadata(mode="prefill"))
+    op = OperationRegistry.create(NATIVE, OperationMetadata(mode="prefill"))
     cache = DenseCache.create(batch=1, length=case.length, kv_heads=K, head_dim=D, dtype=case.dtype)
 
     def into(q: jax.Array, k: jax.Array, v: jax.Array, cache: DenseCache) -> tuple[jax.Array, DenseCache]:
@@ -224,9 +245,17 @@ def step(case: Case) -> Ready:
 def prompt(length: int, dtype: str) -> dict[str, Any]:
     """A whole prompt: `step` into an empty cache, and `flash` on arrays."""
     case = Case(length=length, heads=H, kv_heads=K, head_dim=D, dtype=dtype, mask=Causal())
-    flash = find(["flash"])[0]
+    flash = find([NATIVE])[0]
     measured = best([("flash on arrays", case, flash), ("step into a cache", case, Contender("step", step))])
     return {"length": length, "dtype": dtype, "seconds": seconds(measured)}
+
+
+def _of_kernel(times: dict[str, float], name: str, kind: str) -> tuple[str, str, str]:
+    """Of attnops-cpu: milliseconds, as a multiple of one read, and native's time as a multiple of it."""
+    seconds = times.get(f"{name} kernel")
+    if seconds is None:
+        return "–", "–", "–"
+    return f"{seconds * 1e3:,.2f}", f"{seconds / times[f'{kind} read']:.2f}", f"{times[name] / seconds:.1f} ×"
 
 
 def report(decoding: list[dict[str, Any]], window: list[dict[str, Any]], prompts: list[dict[str, Any]]) -> None:
@@ -246,6 +275,9 @@ def report(decoding: list[dict[str, Any]], window: list[dict[str, Any]], prompts
         "of read",
         "of floor",
         "error",
+        "attnops-cpu ms",
+        "over read",
+        "over native",
         *(f"over {peer}" for peer in COMPARED),
     ):
         table.add_column(column, justify="left" if column in ("dtype", "contender") else "right")
@@ -259,6 +291,7 @@ def report(decoding: list[dict[str, Any]], window: list[dict[str, Any]], prompts
                 f"{total / seconds / 1e9:.1f}", f"{times[f'{kind} read'] / seconds:.2f}",
                 f"{times[f'{name} floor'] / seconds:.2f}",
                 f"{x['output error'][name]:.1%}" if name in x["output error"] else "",
+                *_of_kernel(times, name, kind),
                 *(f"{times[peer] / seconds:.1f} ×" if peer in times else "–" for peer in COMPARED),
             )  # fmt: skip
     other = Table(title="Windows and prompts, best time in ms")
@@ -279,13 +312,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one length, B 1")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
-    batches, lengths = ((1,), (4096,)) if arguments.quick else ((1, 8), (4096, 32768))
+    batches, lengths = ((1,), (128, 4096)) if arguments.quick else ((1, 8), (128, 4096, 32768))
     machine = describe_machine()
     print(one_line(machine))
     decoding = [decode(B, S, used, dtype) for dtype in ("float32", "bfloat16") for B in batches for S in lengths
                 for used in (S, S // 2)]  # fmt: skip
     window = [windows(B, lengths[-1], dtype) for dtype in ("float32", "bfloat16") for B in batches]
-    prompts = [prompt(lengths[0], dtype) for dtype in ("float32", "bfloat16")]
+    prompts = [prompt(lengths[1], dtype) for dtype in ("float32", "bfloat16")]
     report(decoding, window, prompts)
     if arguments.json:
         figures = {"machine": describe_machine(), "decode": decoding, "windows": window, "prompts": prompts}

@@ -8,7 +8,6 @@ cache is on a mesh; a process that loads one imports this module first.
 """
 
 import attnops.output  # noqa: F401  # what a step returns, for programs of `jax.export`
-import attnops_caches.flash.attention  # noqa: F401  # the core's native `flash` reads caches in place
 from attnops.operations.flash.forward import KeyValue
 from attnops_caches._version import __version__
 from attnops_caches.base import Cache, Contents
@@ -16,6 +15,7 @@ from attnops_caches.calls.reader import CacheLimits, CacheOptions, CacheReader, 
 from attnops_caches.calls.request import CacheRequest, slots_of_row
 from attnops_caches.codec import Quantized
 from attnops_caches.dense import DenseCache
+from attnops_caches.flash.attention import NativeFlashReader  # which the core's native `flash` then has
 from attnops_caches.layout import TokenLayout, TokenOptions
 from attnops_caches.paged import PagedCache
 from attnops_caches.placement import Placement, sharded
@@ -36,6 +36,7 @@ __all__ = [
     "Contents",
     "DenseCache",
     "KeyValue",
+    "NativeFlashReader",
     "NewTokens",
     "PageCopies",
     "PagePool",

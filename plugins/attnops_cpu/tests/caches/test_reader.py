@@ -1,4 +1,4 @@
-"""Which calls over caches are read in place, and why others are not."""
+"""Which calls over caches the kernel computes, and why native `flash` computes the others."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import attnops
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.masks import Causal
 from attnops_caches import DenseCache, PagedCache, Quantized, in_place_reasons
+from attnops_cpu.caches.reader import kernel_reasons
 from attnops_cpu.library import Library, library
 from attnops_testing.cache_features import CACHE_FEATURES
 from attnops_testing.caches import cache_problem, check_cache
 from attnops_testing.runner import Status, Subject
 
 SUBJECT = Subject(operation="attnops-cpu:flash", platform="cpu")
-# What is not read in place, and what the reason is about.
-NATIVE = {"19 queries": "query", "packed rows": "rows", "ScoreFn": "bias"} | {
+# What the kernel does not read, and what the reason is about.
+NATIVE = {"19 queries": "query", "packed rows": "rows"} | {
     f"int4 by {scales}": "cache.codec" for scales in ("tensor", "head", "token_head")
 }
 # Combinations that together have each storage, codec, content and number of heads.
@@ -38,7 +39,7 @@ SLOW = (
 
 
 def reasons(features: tuple[str, ...]) -> list[Reason]:
-    """Why a problem is not read in place."""
+    """Why the kernel does not compute a problem."""
     problem = cache_problem(SUBJECT, features)
     operation = SUBJECT.make(problem.metadata)
 
@@ -47,20 +48,21 @@ def reasons(features: tuple[str, ...]) -> list[Reason]:
     def trace(query: Any, _key: Any, _value: Any, cache: Any, rows: Any) -> None:
         given = {} if rows is None else {"rows" if problem.spec.rows == "packed" else "query_lengths": rows}
         request = operation.request(query, cache, **problem.options, **given)
-        found.extend(in_place_reasons(operation, "cpu", request))
+        assert [x.argument for x in in_place_reasons(operation, "cpu", request)] == ["bias"] * ("ScoreFn" in features)
+        found.extend(kernel_reasons(request))
 
     jax.eval_shape(trace, *problem.arguments)
     return found
 
 
 @pytest.mark.parametrize("feature", CACHE_FEATURES)
-def test_features_are_read_in_place_or_have_a_reason(feature: str) -> None:
+def test_features_are_of_the_kernel_or_have_a_reason(feature: str) -> None:
     expected = [NATIVE[feature]] if feature in NATIVE else []
     assert [reason.argument for reason in reasons((feature,))] == expected
 
 
 @pytest.mark.parametrize("features", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids="+".join)
-def test_combinations_are_read_in_place_and_right(features: tuple[str, ...]) -> None:
+def test_combinations_are_of_the_kernel_and_right(features: tuple[str, ...]) -> None:
     assert not reasons(features)
     outcome = check_cache(SUBJECT, features)
     assert outcome.status is Status.RIGHT, outcome.detail
@@ -76,13 +78,14 @@ def test_explain_has_the_reader_and_its_instruction_set() -> None:
     cache = jax.eval_shape(lambda: DenseCache.create(batch=2, length=32, kv_heads=2, head_dim=16))
     assert "reads the cache in place (forward_cpu)" in described(cache)
     assert f"kernels in C++ for {library().isa}" in described(cache)
-    assert "reads the cache in place (forward_cpu)" not in described(cache, T=17)
+    assert "reads the cache in place (forward_cpu)" in described(cache, T=17)
+    assert "in plain JAX, as native flash: query=17: must be at most 16 tokens a row" in described(cache, T=17)
 
 
 def test_rows_are_read_by_themselves() -> None:
     make = functools.partial(PagedCache.create, batch=2, pages=8, page_size=16, max_pages=4, kv_heads=2, head_dim=16)
     cache = jax.eval_shape(make)
-    assert "attnops-cpu has no cascade attention" in described(cache)
+    assert "is read row by row by attnops-cpu's kernel" in described(cache)
 
 
 def test_without_a_library_native_flash_reads_caches(monkeypatch: pytest.MonkeyPatch) -> None:

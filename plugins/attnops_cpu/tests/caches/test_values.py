@@ -174,6 +174,16 @@ def test_results_are_the_same_to_the_bit() -> None:
 
 
 @pytest.mark.slow
+def test_a_mapped_axis_is_a_loop() -> None:
+    cache = filled(dense(batch=2, length=30, kv_heads=2, head_dim=16, **F32), [30, 12])
+    query = np.random.default_rng(1).standard_normal((3, 2, 1, 4, 16), np.float32)
+    operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    run = jax.jit(jax.vmap(lambda q: operation(q, cache, mask=Causal()).attention_outputs))
+    for found, one in zip(run(query), query, strict=True):
+        np.testing.assert_allclose(found, exact(one, cache)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_step_writes_in_place_and_attends() -> None:
     cache = jax.tree.map(jnp.asarray, filled(dense(batch=2, length=40, kv_heads=2, head_dim=16, **F32), [20, 39]))
     token = jnp.asarray(np.random.default_rng(3).standard_normal((2, 1, 2, 16), np.float32))

@@ -1,7 +1,8 @@
-"""The reader of caches on CPUs: a C++ kernel that reads them in place."""
+"""The reader of caches on CPUs: a C++ kernel that reads them in place; what it does not read, native `flash` does."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar, Final, Unpack
 
@@ -9,46 +10,77 @@ import jax
 
 from attnops import AttentionRequest, OperationOutput, Reason
 from attnops.kernels import FlashCall
-from attnops_caches import CacheLimits, CacheOptions, CacheReader
+from attnops_caches import (
+    CacheLimits,
+    CacheOptions,
+    CacheReader,
+    CacheRequest,
+    NativeFlashReader,
+    cache_of,
+    slots_of_row,
+)
 from attnops_cpu.caches.attention import cached_attention
 from attnops_cpu.library import library
 
 # Up to so many queries a row, keys take longer to read than to multiply with; the kernel is laid out for it.
 MOST_QUERIES: Final = 16
+# What the kernel reads.
+_KERNEL: Final = CacheLimits(
+    storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
+    codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
+    latent=True,
+)
+_NATIVE: Final = NativeFlashReader()
 
 
 class CpuCacheReader(CacheReader):
-    """Reads every storage in place, and every codec except int4; a batch of at most `MOST_QUERIES` queries a row."""
+    """Reads every cache in place: by the kernel, or tile by tile as native `flash` where `kernel_reasons` says why."""
 
-    limits: ClassVar[CacheLimits] = CacheLimits(
-        storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
-        codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
-        latent=True,
-    )
+    limits: ClassVar[CacheLimits] = NativeFlashReader.limits
 
-    def attend(self, operation: Any, query: jax.Array, cache: Any, **options: Unpack[CacheOptions]) -> OperationOutput:
+    def attend(
+        self, operation: Any, query: jax.Array, cache: Any, *, return_max_logits: bool = False,
+        **options: Unpack[CacheOptions],
+    ) -> OperationOutput:  # fmt: skip
         """Attention over the cache, as `attnops_caches.CacheReader.attend` describes it."""
+        is_packed = query.shape[0] == 1 and cache.batch > 1
+        described = dataclasses.replace(cache.describe(), is_packed=is_packed)
+        if return_max_logits or _reasons(described, query.shape[1], cache.length):
+            return _NATIVE.attend(operation, query, cache, return_max_logits=return_max_logits, **options)
         key, value = (
             jax.ShapeDtypeStruct((cache.batch, cache.length, cache.kv_heads, d), query.dtype)
             for d in (cache.head_dim, cache.value_head_dim)
         )
         call = FlashCall.of(operation.metadata, query, key, value, options)
-        return OperationOutput(*_result(*cached_attention(call, cache, options.get("return_lse", False))))
+        out, lse = cached_attention(call, cache, options.get("return_lse", False))
+        return OperationOutput(out, None, lse)
 
     def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """Reasons why a cache can't be read in place, as `attnops_caches.CacheReader.unsupported` describes them."""
+        yield from _NATIVE.unsupported(operation, request)
         if (problem := library().problem) is not None:
             yield problem
-        if (T := request.query_length) > MOST_QUERIES:
-            rule = f"must be at most {MOST_QUERIES} tokens a row for the kernel that reads caches"
-            yield Reason("query", T, rule, "native `flash` computes longer chunks in tiles")
-        if request.key_length >= 1 << 31:
-            yield Reason("cache", request.key_length, "slots of a row are more than int32 counts")
 
     def not_shared(self, request: AttentionRequest) -> Iterable[Reason]:
         """Why each row reads the pages that it shares with others."""
-        yield Reason("cache", str(request.source), "is read row by row: attnops-cpu has no cascade attention")
+        if kernel_reasons(request):
+            return _NATIVE.not_shared(request)
+        return [Reason("cache", cache_of(request).storage, "is read row by row by attnops-cpu's kernel")]
 
 
-def _result(out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, None, jax.Array | None]:
-    return out, None, lse
+def kernel_reasons(request: AttentionRequest) -> list[Reason]:
+    """Why native `flash` computes a call over a cache, and not the kernel; empty where the kernel does."""
+    reasons = _reasons(cache_of(request), request.query_length, slots_of_row(request))
+    if "return_max_logits" in request.options:
+        reasons.append(Reason("return_max_logits", "given", "is not of attnops-cpu's kernel over caches"))
+    return reasons
+
+
+def _reasons(cache: CacheRequest, T: int, slots: int) -> list[Reason]:
+    reasons = _KERNEL.reasons(cache)
+    if not cache.is_packed and T > MOST_QUERIES:
+        rule = f"must be at most {MOST_QUERIES} tokens a row for attnops-cpu's kernel over caches"
+        reasons.append(Reason("query", T, rule, "native `flash` computes longer chunks in tiles"))
+    if slots >= 1 << 31:
+        reasons.append(Reason("cache", slots, "slots of a row are more than int32 counts"))
+    return reasons

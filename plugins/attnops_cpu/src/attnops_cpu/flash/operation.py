@@ -10,7 +10,7 @@ import jax
 from attnops import AttentionRequest, FlashOptions, Limits, OperationOutput, Reason, Request
 from attnops.kernels import FlashBackend
 from attnops.operations.flash import FlashAttention
-from attnops_cpu.caches.reader import CpuCacheReader
+from attnops_cpu.caches.reader import CpuCacheReader, kernel_reasons
 from attnops_cpu.library import library
 
 # What `details` says of calls with few queries.
@@ -60,12 +60,18 @@ class CpuFlashAttention(FlashAttention):
 
     def details(self, request: Request) -> Iterable[str]:
         """Which instruction set serves the call, and what `FlashAttention.details` says."""
-        if isinstance(request, AttentionRequest) and library().problem is None:
-            rows = request.query_length * (request.heads // request.kv_heads)
-            few = request.source is None and _are_few(rows, request.key_length)
-            yield FEW if few else f"kernels in C++ for {library().isa}"
-        if isinstance(request, AttentionRequest) and request.source is None:
+        if not isinstance(request, AttentionRequest):
+            return
+        if request.source is None:
+            if library().problem is None:
+                rows = request.query_length * (request.heads // request.kv_heads)
+                few = _are_few(rows, request.key_length)
+                yield FEW if few else f"kernels in C++ for {library().isa}"
             yield from super().details(request)
+        elif reasons := kernel_reasons(request):
+            yield f"in plain JAX, as native flash: {'; '.join(map(str, reasons))}"
+        elif library().problem is None:
+            yield f"kernels in C++ for {library().isa}"
 
     def forward_cpu(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]

@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnops import AttentionRequest, OperationMetadata, OperationRegistry
-from attnops.masks import Band, Causal, Full, KeyPadding, MaskFn, MaskStructure, PrefixLM, Segments, SlidingWindow
+from attnops.masks import (
+    Band,
+    Causal,
+    Coverage,
+    Full,
+    KeyPadding,
+    MaskFn,
+    MaskStructure,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+)
 from attnops_testing.strategies import masks
 
 B, H, T, S = 2, 2, 5, 6
@@ -145,3 +156,14 @@ def test_a_band_holds_where_differences_of_positions_overflow_int32():
     bound = Band(0, 5).at(far, far).bind(1, 1, 2, 2)
     seen = bound.allowed(np.array([[0]]), np.array([[0]]), np.arange(2)[:, None], np.arange(2)[None])
     np.testing.assert_array_equal(seen, np.eye(2, dtype=bool))
+
+
+@pytest.mark.parametrize("far", [2**31 - 2, 2**31 - 1, 2**31, 2**40])
+def test_a_band_beyond_all_distances_is_empty_and_a_limit_beyond_them_is_none(far):
+    for band in (Band(far, None), Band(None, -far), Band(far, far), Band(far, far).at(np.arange(T), np.arange(S))):
+        assert not np.asarray(band.bind(B, H, T, S).dense(B, H, T, S)).any()
+    for band in (Band(far, None), Band(None, -far)):
+        assert band.coverage((0, T), (0, S)) == Coverage.EMPTY
+        assert not band.sees_itself()
+        assert np.asarray((~band).dense(B, H, T, S)).all()
+    assert np.asarray(Band(-far, far).dense(B, H, T, S)).all()

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from attnops.masks.base import And, Mask, Not, Or
+from attnops.masks.integers import LARGEST
 from attnops.masks.positions import Full, _Band
 from attnops.masks.tokens import Segments
 from attnops.typing import Leaf
@@ -131,7 +132,9 @@ class Band(_Band):
         return 0
 
     def _limits(self) -> Limits:
-        return self.limits
+        # `LARGEST` stands for no limit, but no distance is that large: such a band is empty.
+        low, high = self.limits
+        return None if low is None else min(low, LARGEST - 1), None if high is None else max(high, 1 - LARGEST)
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
         # Every query has a key within the band, and every key a query.

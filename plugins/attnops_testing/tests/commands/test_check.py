@@ -148,9 +148,9 @@ def test_a_behaviour_is_checked_by_name():
         (("vanilla", "--platform", "abacus"), "abacus"),
         (("vanilla", "--mode", "dream"), "dream"),
         (("vanilla", "--refuses", "export + GQQA"), "--refuses 'export' is unknown; "),  # here it is no behaviour
-        (("flash", "--feature", "nonsense"), "there are float32, bfloat16, "),
-        (("flash", "--feature", "nonsense"), ", paged, "),
-        (("flash", "--feature", "nonsense"), ", unknown option, "),
+        (("attnops:flash", "--feature", "nonsense"), "there are float32, bfloat16, "),
+        (("attnops:flash", "--feature", "nonsense"), ", paged, "),
+        (("attnops:flash", "--feature", "nonsense"), ", unknown option, "),
     ],
 )
 def test_unknown_names_are_refused_in_a_sentence(arguments, text):

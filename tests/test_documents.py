@@ -127,7 +127,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("title", [title for title, (_, package) in PATHS.items() if importlib.util.find_spec(package)])
-@pytest.mark.tier(every=2, quick=["`flash` on a TPU"])
+@pytest.mark.tier(quick=["`flash` on a TPU"])
 def test_a_call_takes_the_steps_in_the_order_that_contributing_says(title: str) -> None:
     op = PATHS[title][0]()
     x = jax.ShapeDtypeStruct((2, 72, 2, 8), jnp.float32)

@@ -92,7 +92,8 @@ ffi::Error decode(ffi::ThreadPool pool, Array query, Array key, Array value, Arr
   c.S = c.M ? c.M * c.n : c.n;
   if (c.S > INT32_MAX) return wrong("a row has more slots than int32 counts");
   if (layer.element_type() != ffi::S32 || layer.element_count() != 1) return wrong("layer");
-  const int64_t given = *data<int32_t>(layer);
+  int64_t given = *data<int32_t>(layer);
+  if (given < 0) given += layers;  // from the last, as `lax.dynamic_slice` takes the layer's lengths and table
   c.base = c.blocks * (given < 0 ? 0 : given < layers ? given : layers - 1);
 
   const size_t scale_count = scales == kNoScale ? 0 : scales == kByTensor ? 1 : scales == kByHead ? c.K : layers * c.blocks * c.K * c.n;

@@ -116,13 +116,11 @@ static ATTNOPS_INLINE float widen(bf16 x) {
 }
 static ATTNOPS_INLINE float widen(f16 x) {
   const uint32_t sign = (uint32_t)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-  uint32_t bits = rest >= 0x7c00u ? 0x7f800000u | (rest << 13) : (rest << 13);
-  float f;
-  if (rest < 0x7c00u) {  // the exponent's bias by a product, which also makes subnormal numbers normal
-    memcpy(&f, &bits, 4);
-    f *= 5.192296858534828e33f;  // 2^112
-    memcpy(&bits, &f, 4);
-  }
+  // A subnormal number as an integer: products take float32's subnormal numbers for 0 on XLA's threads.
+  float f = (float)(int32_t)rest * 5.9604644775390625e-8f;  // 2^-24
+  uint32_t bits;
+  memcpy(&bits, &f, 4);
+  if (rest >= 0x400u) bits = (rest << 13) + (rest >= 0x7c00u ? 0x70000000u : 0x38000000u);  // the exponent's bias
   bits |= sign;
   memcpy(&f, &bits, 4);
   return f;

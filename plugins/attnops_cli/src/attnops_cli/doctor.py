@@ -25,6 +25,9 @@ SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "numpy")
 
 FOR_SEVERAL_DEVICES: Final = "attnops-ring"
 
+# By platform, whose kernels are examined where they are installed; those for CPUs are not suggested.
+KERNELS: Final = FOR_PLATFORM | {"cpu": "attnops-cpu"}
+
 # By platform: a prefix of the names of JAX's distributions for it, and what installs them.
 JAX_PLUGINS: Final = {
     "cuda": ("jax-cuda", "pip install 'jax[cuda13]'"),
@@ -150,7 +153,7 @@ def _machine_problems(platforms: list[str], operations: tuple[Plugin, ...]) -> l
     problems = []
     for platform in platforms:
         for plugin in operations:
-            if plugin.distribution == FOR_PLATFORM.get(platform):
+            if plugin.distribution == KERNELS.get(platform):
                 problems += [
                     Problem(
                         f"{plugin.name} can't run on {platform}: {dataclasses.replace(reason, hint='')}", reason.hint
@@ -164,7 +167,7 @@ def _kernels(platforms: list[str], operations: tuple[Plugin, ...]) -> list[str]:
     lines = []
     for platform in platforms:
         lines.append(f"on {platform} auto runs {find_chosen(platform)}")
-        kernels = [plugin for plugin in operations if plugin.distribution == FOR_PLATFORM.get(platform)]
+        kernels = [plugin for plugin in operations if plugin.distribution == KERNELS.get(platform)]
         lines += [f"{plugin.name}: {line}" for plugin in kernels for line in find_details(plugin, platform)]
     return lines
 

@@ -49,12 +49,12 @@ def library() -> Library:
         loaded = ctypes.CDLL(str(path))
         for name in TARGETS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+        loaded.attnops_cpu_isa.restype = loaded.attnops_cpu_available.restype = ctypes.c_char_p
+        available = tuple(_names(loaded))
+        isa = loaded.attnops_cpu_isa().decode()
     except Exception as error:
         rule, todo = "must load", "install attnops-cpu again on this machine"
         return Library("", (), Reason("attnops-cpu's library", str(error), rule, todo))
-    loaded.attnops_cpu_isa.restype = loaded.attnops_cpu_available.restype = ctypes.c_char_p
-    available = tuple(_names(loaded))
-    isa = loaded.attnops_cpu_isa().decode()
     problem = None
     if not isa:
         forced, rule = os.environ.get("ATTNOPS_CPU_ISA", ""), f"must be one of {', '.join(available)}"

@@ -131,6 +131,17 @@ def test_layers_and_starts() -> None:
         check(cache.layer(layer), 2, 2)
 
 
+@pytest.mark.slow
+def test_a_traced_layer_that_does_not_exist_is_the_one_whose_lengths_are_read() -> None:
+    create = dense(batch=2, length=30, kv_heads=2, head_dim=16, layers=3, **F32)
+    cache = jax.tree.map(jnp.asarray, filled(create, [[30, 12], [5, 9], [21, 30]], starts=np.zeros((3, 2), np.int32)))
+    query = np.random.default_rng(1).standard_normal((2, 1, 2, 16), np.float32)
+    operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    run = jax.jit(lambda layer: operation(query, cache.layer(layer), mask=Causal()).attention_outputs)
+    for layer, taken in ((-1, 2), (-9, 0), (7, 2)):
+        np.testing.assert_array_equal(run(jnp.int32(layer)), run(jnp.int32(taken)))
+
+
 @pytest.mark.parametrize("by_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_values_that_a_query_does_not_see_may_be_nan(by_bits: bool) -> None:
     """Also those that later queries of the same row see."""

@@ -16,7 +16,7 @@ import pytest
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
 from attnops.kernels import FlashCall
-from attnops.masks import Causal, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
+from attnops.masks import Band, Causal, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
 from attnops_cpu.flash.backend import CpuFlash
 from attnops_cpu.flash.operation import FEW
 from attnops_cpu.flash.plan import EMPTY, FULL, PANEL
@@ -38,6 +38,7 @@ def mask_of(name: str, B: int, T: int, S: int) -> Mask | None:
         "none": None,
         "causal": Causal(),
         "window": SlidingWindow(9, 3),
+        "far": Band(-(10**30), 12),
         "segments": Causal() & Segments(ids[:, :T], ids[:, :S]),
         "bits": MaskFn(lambda b, h, q, kv: (q * 7 + kv * 3 + h) % 5 > 1),
         "padding": Causal() & KeyPadding(RNG(2).random((B, S)) < 0.7),
@@ -60,6 +61,7 @@ CASES: dict[str, tuple[tuple[int, ...], str, str, tuple[int, ...] | str | None, 
     "bias of 16 bits": ((1, 40, 50, 2, 2, 16, 16), "float32", "none", "bfloat16", {}),
     "ALiBi": ((2, 70, 110, 4, 2, 16, 16), "float32", "causal", "ALiBi", {}),
     "dropout": ((2, 70, 110, 4, 2, 16, 16), "float32", "segments", None, {"dropout_key": jax.random.key(3)}),
+    "a limit that int64 does not hold": ((1, 40, 50, 2, 1, 16, 16), "float32", "far", None, {}),
     "wide heads": ((1, 30, 45, 2, 1, 576, 512), "float32", "causal", None, {}),
 }
 
@@ -96,6 +98,14 @@ def test_a_case_agrees_with_the_oracle(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_subnormal_numbers_of_float16_are_not_0() -> None:
+    q, v = draw(1, 40, 1, 8, dtype="float16"), np.full((1, 40, 1, 21), 3e-6, np.float16)
+    operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    found = jax.jit(lambda q, v: operation(q, q, v).attention_outputs)(q, v)
+    np.testing.assert_allclose(np.asarray(found, np.float32), v.astype(np.float32), rtol=0, atol=1e-7)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [name for name in library().available if name != library().isa])
 def test_every_case_agrees_with_the_oracle_with_other_instructions(isa: str) -> None:
     program = (
@@ -103,6 +113,7 @@ def test_every_case_agrees_with_the_oracle_with_other_instructions(isa: str) -> 
         "from attnops_cpu.library import library\n"
         "attnops.OperationRegistry.register(attnops_cpu.CpuFlashAttention)\n"
         "for name in t.CASES: t.check(name)\n"
+        "t.test_subnormal_numbers_of_float16_are_not_0()\n"
         "print(library().isa, 'right')"
     )
     environment = os.environ | {"ATTNOPS_CPU_ISA": isa}

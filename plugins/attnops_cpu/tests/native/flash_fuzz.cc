@@ -90,7 +90,7 @@ struct Fuzz {
       s.slots = maybe(80) ? 1 + below(5) : 0;
       int32_t* tiles = make<int32_t>(batches * heads * s.nq * s.nk);
       for (int64_t i = 0; i < batches * heads * s.nq * s.nk; ++i)
-        tiles[i] = maybe(5) ? INT32_MAX - static_cast<int32_t>(below(9)) : static_cast<int32_t>(below(s.slots + 2)) - 2;
+        tiles[i] = static_cast<int32_t>(maybe(5) ? (maybe(50) ? INT32_MAX : INT32_MIN + 9) - below(9) : below(s.slots + 2) - 2);
       s.tiles = tiles;
       if (maybe(50)) {
         const int64_t copies = maybe(50) ? s.B : 1, words = s.slots * s.bq * (s.bk / PANEL);
@@ -166,7 +166,7 @@ struct Fuzz {
               if (tile == TILE_EMPTY) seen = false;
               else if (tile != TILE_FULL && s.q_ids) seen = s.q_ids[b * s.q_ids_batch + i] == s.kv_ids[b * s.kv_ids_batch + j];
               else if (tile != TILE_FULL) {
-                seen = tile < s.slots && s.bits &&
+                seen = tile >= 0 && tile < s.slots && s.bits &&
                        s.bits[b * s.bits_batch + (tile * s.bq + i % s.bq) * (s.bk / PANEL) + j % s.bk / PANEL] >> (j % PANEL) & 1;
               }
             }

@@ -35,9 +35,9 @@ class CpuFlash(FlashBackend):
         low, high = (None, None) if call.mask is None else call.mask.split().band.limits
         return CpuPlan(
             B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, block_q=min(metadata.block_q or TILE, T),
-            block_k=-(-(metadata.block_k or 4 * PANEL) // PANEL) * PANEL, dtype=call.query.dtype.name,
+            block_k=-(-min(metadata.block_k or 4 * PANEL, S) // PANEL) * PANEL, dtype=call.query.dtype.name,
             is_partial=call.is_partial, scale=call.scale, cap=call.logits_soft_cap or 0.0,
-            low=LOWEST if low is None else low, high=HIGHEST if high is None else high,
+            low=_limit(low, LOWEST), high=_limit(high, HIGHEST),
             table=isinstance(call.bias, RelativeBias), dropout_prob=call.dropout_prob,
             dropout_step=dropout_step(call.dropout_key), max_logits=call.max_logits,
         )  # fmt: skip
@@ -91,6 +91,11 @@ class CpuFlash(FlashBackend):
             return *backward(plan, query, key, value, arrays, tiles, given), Arrays()
         *d, d_bias = backward_with_bias(plan, query, key, value, arrays, tiles, given)
         return *d, Arrays(bias=d_bias.astype(arrays.bias.dtype))
+
+
+def _limit(given: int | None, default: int) -> int:
+    """A band's limit within those that int64 holds, which are farther than any key."""
+    return default if given is None else max(LOWEST, min(given, HIGHEST))
 
 
 # Compiled once for equal plans, also where the caller does not compile.

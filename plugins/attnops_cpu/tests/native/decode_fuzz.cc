@@ -7,10 +7,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
 #include <vector>
 
 #include "decode.inc"
+#include "draws.h"
 
 namespace {
 
@@ -19,38 +19,8 @@ using namespace attnops::ATTNOPS_ISA;
 
 bool leaves_out_newest = false;
 
-// Tasks in a random order, on this thread.
-struct Shuffled : Parallel {
-  explicit Shuffled(std::mt19937& random) : Parallel(&run), random(random) { threads_ = 4; }
-  static void run(Parallel* self, int64_t count, Task task, void* data) noexcept {
-    std::vector<int64_t> order(count);
-    for (int64_t i = 0; i < count; ++i) order[i] = i;
-    for (int64_t i = count - 1; i > 0; --i) std::swap(order[i], order[static_cast<Shuffled*>(self)->random() % (i + 1)]);
-    for (const int64_t i : order) task(data, i);
-  }
-  std::mt19937& random;
-};
-
-struct Fuzz {
-  std::mt19937 random;
-  std::vector<void*> owned;
-
-  explicit Fuzz(unsigned seed) : random(seed) {}
-  ~Fuzz() {
-    for (void* p : owned) free(p);
-  }
-  int64_t below(int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); }
-  template <class X>
-  X of(std::initializer_list<X> choices) {
-    return choices.begin()[below(static_cast<int64_t>(choices.size()))];
-  }
-  bool maybe(int percent) { return below(100) < percent; }
-  template <class X>
-  X* make(int64_t n) {
-    void* p = malloc(static_cast<size_t>(n) * sizeof(X));
-    owned.push_back(p);
-    return static_cast<X*>(p);
-  }
+struct Fuzz : Draws {
+  using Draws::Draws;
   float number() { return static_cast<float>(below(2001) - 1000) / 500.0f; }
   int32_t garbage() { return of<int32_t>({INT32_MIN, INT32_MAX, -1, -7, 0, 1 << 30, static_cast<int32_t>(random())}); }
 

@@ -323,7 +323,7 @@ class Cache(Source):
     def query_positions(self, T: int, query_lengths: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """The positions of T queries of each row, the first ``query_lengths[b]`` real, int32 [B, T]; −1 for padding.
 
-        ``query_lengths`` are int32 [B], as are ``lengths``, those of the rows with these queries; None: the cache's.
+        Both arguments are int32 [B]. ``lengths`` counts a row's tokens with these queries; None: the cache's lengths.
         """
         lengths = self.lengths if lengths is None else lengths
         place = jnp.arange(T, dtype=jnp.int32)

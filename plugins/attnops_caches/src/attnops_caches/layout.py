@@ -52,7 +52,8 @@ class TokenLayout:
 
     Attributes:
         content: ``"separate"``: the key [D] and the value [Dv] are in arrays of their own. ``"joined"``: one array has
-            the key first, then zeros, and the value last. ``"latent"``: the key, of which it is a part; zeros.
+            the key first, then zeros, and the value last. ``"latent"``: the key, then zeros; the value is the first Dv
+            features of the key.
         head_dim: D, of keys.
         value_head_dim: Dv, of values.
         width: W, the features of the array of keys.
@@ -122,7 +123,9 @@ def layout_of(tokens: TokenOptions, joins: bool = False) -> tuple[TokenLayout, i
     D, latent, width, codec = sizes["head_dim"], sizes.get("latent"), sizes.get("width"), given.get("codec")
     dtype = jnp.dtype(given.get("dtype", jnp.bfloat16))
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4):
-        raise ValueError(f"dtype={dtype.name} must be float32, bfloat16 or float16: what op takes")
+        raise ValueError(
+            f"dtype={dtype.name} must be float32, bfloat16 or float16, as the tokens of a call; int8, int4 and float8 need codec=Quantized(...)"
+        )
     if codec is not None and not isinstance(codec, Quantized):
         raise ValueError(f"codec={codec!r} must be None or an attnops_caches.Quantized")
     Dv = sizes.get("value_head_dim", latent or D)

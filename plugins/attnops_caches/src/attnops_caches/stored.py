@@ -160,7 +160,7 @@ class StoredCache(Cache):
     def layer(self, layer: ArrayLike) -> Self:
         """One layer of a cache with a layer axis, for `jax.lax.scan` over layers without a copy of the cache.
 
-        The arrays stay those of all layers, so that an append updates them in place: carry the cache through the scan
+        The arrays still hold all layers, so that an append updates them in place: carry the cache through the scan
         (as its input and output XLA would copy it), and put the layer back by `with_layer`::
 
             def block(carry, layer):

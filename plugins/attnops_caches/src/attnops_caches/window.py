@@ -66,7 +66,7 @@ class WindowCache(RowCache):
         Args:
             batch: B, the rows.
             window: tokens that a query sees, itself included.
-            max_append: the most tokens of one append, and that `truncate` takes back; give a longer prompt in chunks.
+            max_append: the most tokens that one append adds or `truncate` removes; append a longer prompt in chunks.
             starts: how many tokens of left padding each row begins with, integers [B]; None for none.
             **tokens: `TokenOptions`, what every storage is created with.
 

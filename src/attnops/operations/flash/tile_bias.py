@@ -43,7 +43,7 @@ class TileBias(abc.ABC):
 
 
 class _SlicedBias(TileBias):
-    """A bias with one leaf, of which a tile needs a slice."""
+    """A bias with one array; a tile needs a slice of it."""
 
     @abc.abstractmethod
     def _slice(self, plan: NativePlan, leaf: jax.Array, index: NativeTileIndex) -> tuple[list[jax.Array], list[int]]:

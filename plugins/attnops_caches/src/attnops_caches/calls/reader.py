@@ -141,7 +141,7 @@ def attention_request(call: Call) -> AttentionRequest:
 
 
 def reader_of(operation: OperationImpl, forward: str) -> CacheReader | None:
-    """A forward's reader, that of the nearest class in the MRO; a class that defines the forward inherits none."""
+    """The reader of a forward, from the nearest class in the MRO; a class that defines the forward inherits none."""
     for cls in type(operation).__mro__:
         reader = vars(cls).get("readers", {}).get(forward) or READERS.get(cls, {}).get(forward)
         if reader is not None:

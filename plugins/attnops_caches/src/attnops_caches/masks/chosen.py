@@ -34,7 +34,7 @@ class SlotBlocks(Blocks):
 
 
 def blocks_by_slot(mask: Blocks, shape: tuple[int, int, int, int], positions: jax.Array) -> SlotBlocks:
-    """Chosen blocks of positions, not bound, as those of slots, whose ``positions`` are int32 [B, S]."""
+    """A `Blocks` of positions, not bound, as a mask of slots whose ``positions`` are int32 [B, S]."""
     bound = mask.bind(*shape)
     chosen = jnp.asarray(bound.chosen)
     index = jnp.clip(positions // bound.kv_block, 0, chosen.shape[3] - 1)[:, None, None, :]

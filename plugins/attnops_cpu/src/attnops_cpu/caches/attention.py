@@ -103,7 +103,7 @@ _compiled = jax.jit(one_by_one(_run), static_argnums=0)
 
 
 def _store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
-    """The arrays of the cache, which may be those of all layers, the layer, and the table of pages."""
+    """The arrays of the cache (of all layers, if it has several), the index of the layer, and the table of pages."""
     store = cache.store
     found = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")}
     if cache.is_latent:

@@ -21,7 +21,7 @@ class Bands(NamedTuple):
 
     Attributes:
         left: how many positions before its own a query sees, int32 [] or [B or 1, H or 1]; `FAR` for all.
-        right: how many after it, likewise.
+        right: how many positions after its own a query sees, int32 [] or [B or 1, H or 1]; `FAR` for all.
         held: queries see what their row holds; None: everything, by ``rest``.
         rest: what is none of these; None for nothing.
     """

@@ -124,7 +124,8 @@ def layout_of(tokens: TokenOptions, joins: bool = False) -> tuple[TokenLayout, i
     dtype = jnp.dtype(given.get("dtype", jnp.bfloat16))
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize not in (2, 4):
         raise ValueError(
-            f"dtype={dtype.name} must be float32, bfloat16 or float16, as the tokens of a call; int8, int4 and float8 need codec=Quantized(...)"
+            f"dtype={dtype.name} must be float32, bfloat16 or float16; for narrower numbers give one of these and "
+            f"codec=Quantized('int8')"
         )
     if codec is not None and not isinstance(codec, Quantized):
         raise ValueError(f"codec={codec!r} must be None or an attnops_caches.Quantized")

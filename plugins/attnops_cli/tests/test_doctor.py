@@ -132,22 +132,6 @@ def test_doctor_says_why_the_kernels_for_this_machines_gpu_cannot_run_on_it(monk
     assert doctor._machine_problems(["cuda"], plugins) == []
 
 
-def test_doctor_says_that_the_library_of_attnops_cpu_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("attnops_cpu")
-    from attnops_cpu import CpuFlashAttention
-    from attnops_cpu.library import Library
-
-    plugins = (Plugin("attnops-cpu", "1", "flash", "", State.LOADED, operation_class=CpuFlashAttention),)
-    missing = Library("", (), attnops.Reason("attnops-cpu's library", "missing", "must be there", "install g++"))
-    monkeypatch.setattr("attnops_cpu.flash.operation.library", lambda: missing)
-    (problem,) = doctor._machine_problems(["cpu"], plugins)
-    assert problem.what == "attnops-cpu:flash can't run on cpu: attnops-cpu's library=missing: must be there"
-    assert problem.install == "install g++"
-    monkeypatch.setattr("attnops_cpu.flash.operation.library", lambda: Library("avx2", ("avx2",), None))
-    assert doctor._machine_problems(["cpu"], plugins) == []
-    assert "attnops-cpu:flash: kernels in C++ for avx2" in doctor._kernels(["cpu"], plugins)
-
-
 @pytest.mark.parametrize(
     ("platform", "commands"),
     [("cpu", []), ("cuda", ["pip install 'jax[cuda13]'", "pip install attnops-triton"]),

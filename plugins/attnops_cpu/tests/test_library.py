@@ -17,8 +17,11 @@ import numpy as np
 import pytest
 
 import attnops_cpu.library as module
-from attnops import OperationMetadata, OperationRegistry, UnsupportedError
+from attnops import OperationMetadata, OperationRegistry, Reason, UnsupportedError
+from attnops.dispatch.plugins import Plugin, State
 from attnops.masks import Causal
+from attnops_cli import doctor
+from attnops_cpu import CpuFlashAttention
 from attnops_cpu.library import Library, library
 
 
@@ -119,3 +122,15 @@ def test_many_calls_end_in_time_in_branches_on_devices_and_in_threads() -> None:
             thread.join(max(0.0, start + 300 - time.monotonic()))
             assert not thread.is_alive(), "a call did not end"
     assert not wrong
+
+
+def test_doctor_says_that_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugins = (Plugin("attnops-cpu", "1", "flash", "", State.LOADED, operation_class=CpuFlashAttention),)
+    missing = Library("", (), Reason("attnops-cpu's library", "missing", "must be there", "install g++"))
+    monkeypatch.setattr("attnops_cpu.flash.operation.library", lambda: missing)
+    (problem,) = doctor._machine_problems(["cpu"], plugins)
+    assert problem.what == "attnops-cpu:flash can't run on cpu: attnops-cpu's library=missing: must be there"
+    assert problem.install == "install g++"
+    monkeypatch.setattr("attnops_cpu.flash.operation.library", lambda: Library("avx2", ("avx2",), None))
+    assert doctor._machine_problems(["cpu"], plugins) == []
+    assert "attnops-cpu:flash: kernels in C++ for avx2" in doctor._kernels(["cpu"], plugins)

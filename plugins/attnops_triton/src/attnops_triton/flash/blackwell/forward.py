@@ -86,7 +86,7 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
         [(correct, (x, n, program, tiles, shared, options)), (compute, (0, x, n, program, tiles, shared, options)),
          (compute, (1, x, n, program, tiles, shared, options)), (multiply, (tiles, shared, options)),
          (load_row, (x, n, program, tiles, shared, options))],
-        [4, 4, 1, 1], [200, 200, 24, 24],
+        [4, 4, 1, 1], [216, 216, 24, 24],
     )  # fmt: skip
 
 

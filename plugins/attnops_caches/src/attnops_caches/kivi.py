@@ -98,7 +98,7 @@ class KiviCache(Cache):
         """
         B, S, G = (check_size(x, n) for x, n in (("batch", batch), ("length", length), ("group", group)))
         R = 2 * G if recent is None else check_size("recent", recent)
-        layout, K, _ = layout_of({"codec": _CODEC, **tokens})
+        layout, K, _ = layout_of({**tokens, "codec": _CODEC})
         for name, given in tokens.items():
             if given is not None and name not in _OPTIONS:
                 raise ValueError(f"{name}={given} is given, but a KiviCache has {list(_OPTIONS)} only; leave it out")
@@ -192,7 +192,10 @@ class KiviCache(Cache):
         steps = (jnp.split(jnp.repeat(x, self.group, axis=-2), 2, axis=-1) for x in (scales, middles))
         halves = zip(_CODEC.parts(codes), *steps, jnp.split(newest, 2, axis=-1), strict=True)
         is_new = (index >= lengths - R)[..., None]
-        return [jnp.where(is_new, x, (code * scale + middle).astype(x.dtype)) for code, scale, middle, x in halves]
+        return [
+            jnp.where(is_new, key, (code.astype(jnp.float32) * scale + middle).astype(key.dtype))
+            for code, scale, middle, key in halves
+        ]
 
     def loader(self) -> TileLoader:
         return KiviLoader(self)

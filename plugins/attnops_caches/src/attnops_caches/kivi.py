@@ -165,32 +165,29 @@ class KiviCache(Cache):
             at = (indices(block, 0, start, 0) for start in (number * G, number, number))
             return tuple(map(lax.dynamic_update_slice, arrays, (x[None] for x in coded), at))
 
-        arrays = self.codes, self.scales, self.middles
-        arrays = lax.fori_loop(jnp.int32(0), is_complete.sum(dtype=jnp.int32), quantise, arrays)
+        groups = self.codes, self.scales, self.middles
+        codes, scales, middles = lax.fori_loop(jnp.int32(0), is_complete.sum(dtype=jnp.int32), quantise, groups)
         token = pieces.size[:, None] - 1 - jnp.arange(min(T, R), dtype=jnp.int32)  # the newest of each row
         slot = jnp.where(token >= 0, (pieces.slot[:, None] + token) % R, R)  # out of range: dropped
         newest = new[pieces.row[:, None], jnp.clip(pieces.first[:, None] + token, 0, T - 1)]
         recent = self.recent.at[pieces.block[:, None], :, slot].set(newest, mode="drop")
-        fields: Any = dict(zip(("codes", "scales", "middles"), arrays, strict=True))
-        return dataclasses.replace(self, values=values, recent=recent, **fields)
+        arrays: Any = {"codes": codes, "scales": scales, "middles": middles, "recent": recent, "values": values}
+        return dataclasses.replace(self, **arrays)
 
     def read(self) -> Contents:
-        arrays = self.codes, self.scales, self.middles, self.recent
-        keys = jnp.concatenate(self._halves(*arrays, self.lengths[:, None, None], 0), axis=-1)
+        keys = jnp.concatenate(self._halves(self.lengths[:, None, None], 0), axis=-1)
         values = self.values.decoded(self.values._blocks())[0].astype(self.dtype)
         return Contents(keys.swapaxes(1, 2), values.swapaxes(1, 2), *self.positions())
 
-    def _halves(
-        self, codes: jax.Array, scales: jax.Array, middles: jax.Array, recent: jax.Array, lengths: Any, first: Index
-    ) -> list[jax.Array]:
-        """The halves of the features of n keys from slot ``first`` on, [..., n, D / 2], from parts of the arrays.
+    def _halves(self, lengths: jax.Array, first: Index) -> list[jax.Array]:
+        """The halves of the features of keys, [..., n, D / 2], of rows of such ``lengths``, from slot ``first`` on.
 
-        ``lengths`` are those of the rows, and broadcast to [..., n].
+        The arrays may be tiles [..., n, D / 2] and [..., n / G, D]; ``recent`` has all its slots.
         """
-        index, R = first + jnp.arange(codes.shape[-2], dtype=jnp.int32), recent.shape[-2]
-        newest = jnp.take(from_bits(recent, self.dtype), index % R, axis=-2)
-        steps = (jnp.split(jnp.repeat(x, self.group, axis=-2), 2, axis=-1) for x in (scales, middles))
-        halves = zip(_CODEC.parts(codes), *steps, jnp.split(newest, 2, axis=-1), strict=True)
+        index, R = first + jnp.arange(self.codes.shape[-2], dtype=jnp.int32), self.recent.shape[-2]
+        newest = jnp.take(from_bits(self.recent, self.dtype), index % R, axis=-2)
+        steps = (jnp.split(jnp.repeat(x, self.group, axis=-2), 2, axis=-1) for x in (self.scales, self.middles))
+        halves = zip(_CODEC.parts(self.codes), *steps, jnp.split(newest, 2, axis=-1), strict=True)
         is_new = (index >= lengths - R)[..., None]
         return [
             jnp.where(is_new, key, (code.astype(jnp.float32) * scale + middle).astype(key.dtype))
@@ -245,9 +242,9 @@ class KiviLoader(TileLoader):
         def tile(x: jax.Array, start: Index, size: int) -> jax.Array:
             return lax.dynamic_slice(x, indices(at.row, at.head, start, 0), (1, at.heads, size, x.shape[3]))[0]
 
-        codes, recent = tile(cache.codes, at.slot, at.size), tile(cache.recent, 0, cache.recent.shape[2])
-        arrays = codes, tile(cache.scales, first, n), tile(cache.middles, first, n), recent
-        keys = cache._halves(*arrays, cache.lengths[at.row], at.slot)
+        tiles: Any = {name: tile(getattr(cache, name), first, n) for name in ("scales", "middles")}
+        tiles |= {"codes": tile(cache.codes, at.slot, at.size), "recent": tile(cache.recent, 0, cache.recent.shape[2])}
+        keys = dataclasses.replace(cache, **tiles)._halves(cache.lengths[at.row], at.slot)
         values = StoreLoader(cache.values, None).load(at)
         return KeyValue(tuple(x.astype(at.dtype) for x in keys), values.key, None, values.key_scale)
 

@@ -11,7 +11,7 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, WindowCache
+from attnops_caches import Cache, DenseCache, KiviCache, PagedCache, Quantized, WindowCache
 
 pytestmark = pytest.mark.optimised  # whether XLA copies a cache is what its optimiser decides
 
@@ -86,6 +86,26 @@ def test_steps_in_a_scan_copy_no_cache(storage: str, codec: str, T: int) -> None
 
     cache = create(storage, 4096, **CODECS[codec])
     check_memory(steps, cache, *tokens(T, dtype=cache.dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 40])
+def test_steps_of_a_kivi_cache_copy_no_cache(T: int) -> None:
+    """Nor is it read into arrays: a float32 row of keys is larger than all temporaries."""
+    op, dtype = flash(block_k=32), jnp.bfloat16
+    cache = KiviCache.create(batch=B, length=4096, kv_heads=K, head_dim=D, dtype=dtype)
+
+    def steps(cache: KiviCache, *new: Any) -> Any:
+        def step(cache: KiviCache, _: None) -> Any:
+            out, cache = op.step(*new, cache, mask=Causal())
+            return cache, out.attention_outputs
+
+        return jax.lax.scan(step, cache, None, length=3)
+
+    memory = jax.jit(steps, donate_argnums=0).lower(cache, *tokens(T, dtype=dtype)).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
+    assert memory.temp_size_in_bytes < cache.codes.nbytes / B * 8
 
 
 @pytest.mark.parametrize("storage", ["pages", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "ring"))])

@@ -16,6 +16,7 @@ from attnops_caches.calls.request import CacheRequest, slots_of_row
 from attnops_caches.codec import Quantized
 from attnops_caches.dense import DenseCache
 from attnops_caches.flash.attention import NativeFlashReader  # which the core's native `flash` then has
+from attnops_caches.kivi import KiviCache
 from attnops_caches.layout import TokenLayout, TokenOptions
 from attnops_caches.paged import PagedCache
 from attnops_caches.placement import Placement, sharded
@@ -36,6 +37,7 @@ __all__ = [
     "Contents",
     "DenseCache",
     "KeyValue",
+    "KiviCache",
     "NativeFlashReader",
     "NewTokens",
     "PageCopies",

@@ -67,8 +67,8 @@ class Cache(Source):
     with ``keys, values, positions, held = cache.read()``. All methods return a new cache and leave the old one as it
     is; where its buffers are donated they are updated in place.
 
-    The storages of this package are `StoredCache`s. A storage of another layout subclasses this class, and implements
-    its abstract methods, and `slots`; and `loader`, for native `flash` to read it in place.
+    Most storages of this package are `StoredCache`s. A storage of another layout, such as `KiviCache`, subclasses this
+    class, and implements its abstract methods, and `slots`; and `loader`, for native `flash` to read it in place.
 
     Attributes:
         lengths: indices in use, left padding included, int32 [B].

@@ -47,10 +47,7 @@ class RowCache(StoredCache):
         """
         if self.store.layer is not None:
             raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
-        array = integers_of_shape("rows", rows, [(max(np.size(rows), 1),)], "integers of rank 1, at least one")
-        if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < self.batch:
-            raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {self.batch - 1}")
-        given, axis = int32(array), self.lengths.ndim - 1
+        given, axis = rows_to_take(rows, self.batch), self.lengths.ndim - 1
         kept = self.placement and self.placement.for_rows(given.shape[0])
 
         def taken(cache: Self, given: jax.Array) -> Self:
@@ -67,6 +64,14 @@ class RowCache(StoredCache):
         specs = placement.for_rows(given.shape[0]).specs(dataclasses.replace(self, placement=kept))
         result = placement.by_compiler(taken, specs, self, given)
         return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), result, specs)  # type: ignore[no-any-return]
+
+
+def rows_to_take(rows: ArrayLike, batch: int) -> jax.Array:
+    """The rows that `RowCache.take_rows` is given, checked, int32 [B']."""
+    array = integers_of_shape("rows", rows, [(max(np.size(rows), 1),)], "integers of rank 1, at least one")
+    if isinstance(array, np.ndarray) and not 0 <= array.min() <= array.max() < batch:
+        raise ValueError(f"rows={array.tolist()} must be rows of the cache, 0 to {batch - 1}")
+    return int32(array)
 
 
 @serialised(placement=PLACEMENT)

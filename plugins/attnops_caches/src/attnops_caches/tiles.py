@@ -115,14 +115,14 @@ class StoreLoader(TileLoader):
         lead = [] if store.layer is None else [store.layer]
         ones = (1,) * len(lead)
         if self.table is None:
-            start = _int32(*lead, at.row, at.head, at.slot, feature)
+            start = indices(*lead, at.row, at.head, at.slot, feature)
             return lax.dynamic_slice(x, start, (*ones, 1, at.heads, at.size, d)).reshape(at.heads, at.size, d)
         pages, size = jnp.clip(self.table, 0, store.own_blocks - 1), store.slots
         count = at.size // size
-        numbers = lax.dynamic_slice(pages, _int32(at.row, at.slot // size), (1, count))[0]
+        numbers = lax.dynamic_slice(pages, indices(at.row, at.slot // size), (1, count))[0]
         # One gather, which XLA's CPU backend runs on all cores and fuses with the transpose; slices of each page,
         # concatenated, take up to 1.5 times the CPU time at 16 tokens per page.
-        starts = [jnp.broadcast_to(i, numbers.shape) for i in _int32(*lead, numbers, at.head, feature)]
+        starts = [jnp.broadcast_to(i, numbers.shape) for i in indices(*lead, numbers, at.head, feature)]
         sizes, axes = (*ones, 1, at.heads, size, d), range(x.ndim)
         by_page = lax.GatherDimensionNumbers(
             offset_dims=(1, 2, 3), collapsed_slice_dims=(*axes[:-3],), start_index_map=(*axes[:-2], axes[-1])
@@ -135,7 +135,7 @@ class StoreLoader(TileLoader):
         if x is None or x.ndim == 0:
             return x if x is None else x[None, None]
         if x.ndim == 1:
-            return lax.dynamic_slice(x, _int32(at.head), (at.heads,))[:, None]
+            return lax.dynamic_slice(x, indices(at.head), (at.heads,))[:, None]
         return self._tile(x[..., None], 0, 1, at)[..., 0]
 
     def _operands(self, x: jax.Array, at: TileAt) -> tuple[jax.Array, ...]:
@@ -145,6 +145,6 @@ class StoreLoader(TileLoader):
         return tuple(part.astype(at.dtype) for part in ((x,) if layout.codec is None else layout.codec.parts(x)))
 
 
-def _int32(*indices: Index) -> list[jax.Array]:
+def indices(*given: Index) -> list[jax.Array]:
     """Indices as int32, since slicing needs one dtype: with x64 on, Python integers are wider than a loop's."""
-    return [jnp.asarray(index, jnp.int32) for index in indices]
+    return [jnp.asarray(index, jnp.int32) for index in given]

@@ -24,7 +24,7 @@ class CacheRequest(SourceRequest):
     Attributes:
         storage: the class of the cache, such as ``"PagedCache"``.
         codec: the codec's dtype, such as ``"int8"``; empty for tokens that are stored as they are.
-        scales: what has a scale of its own, see `attnops_caches.Quantized`; empty without a codec.
+        scales: what has a scale of its own, see `attnops_caches.Quantized`, or "channel"; empty without a codec.
         latent: whether the value is a part of the key.
         page_size: slots per page; 0 for a storage without pages.
         width: features of a token in the array of keys, zeros included; D + Dv at least if values are joined to keys.

@@ -20,8 +20,8 @@ FLAGS: Final = {
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
-# The tile instructions of AMX in C++, for any processor; and themselves, computed by a handler of the signal that they raise
-# where the processor has none, with the vectors of `avx512_bf16`.
+# The tile instructions of AMX in C++, for any processor; and themselves, computed by a handler of the signal that they
+# raise where the processor has none, with the vectors of `avx512_bf16`.
 AMX: Final = {
     "emulated": ("-DATTNOPS_AMX", "-DATTNOPS_AMX_EMULATED"),
     "traps": (

@@ -1,3 +1,5 @@
+#include <pthread.h>
+
 #include <cstdlib>
 #include <mutex>
 
@@ -46,6 +48,9 @@ class Kept {
     std::free(data);
   }
 
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
  private:
   static constexpr int MOST = 32;
   static constexpr int64_t MOST_BYTES = 64 << 20;
@@ -59,11 +64,10 @@ class Kept {
   int64_t total_ = 0;
 };
 
-// Never destroyed: threads may still run when the process ends.
-Kept& kept() {
-  static Kept* const all = new Kept;
-  return *all;
-}
+// Never destroyed: threads may still run when the process ends. A process forks with the lock held, so that no other thread
+// holds it in the child, where that thread is not, for ever.
+Kept& kept = *new Kept;
+[[maybe_unused]] const int at_fork = pthread_atfork([] { kept.lock(); }, [] { kept.unlock(); }, [] { kept.unlock(); });
 
 }  // namespace
 
@@ -79,11 +83,11 @@ void* scratch(int64_t bytes) {
 
 Buffer::Buffer(int64_t bytes) : bytes_(bytes < 4096 ? 4096 : bytes) {
   const int64_t wanted = bytes_;
-  data_ = kept().take(wanted, &bytes_);
+  data_ = kept.take(wanted, &bytes_);
   if (!data_) data_ = aligned(wanted);
 }
 Buffer::~Buffer() {
-  if (data_) kept().give(data_, bytes_);
+  if (data_) kept.give(data_, bytes_);
 }
 
 }  // namespace attnops

@@ -1,7 +1,7 @@
 // Random calls of the decode kernel of one instruction set, each held to a plain computation in double; tables, lengths and
 // positions are often garbage. Built with the address sanitizer, so that a read outside of an array ends the program:
-// each array has an allocation of its own, of exactly its size. Arguments: the number of calls, a seed, and, to see that a
-// wrong result is found, any third one: the plain computation then leaves out the newest token.
+// each array has an allocation of its own, of exactly its size. Arguments: the number of calls, a seed, `one_in`, and, to see
+// that a wrong result is found, any fourth one: the plain computation then leaves out the newest token.
 #include <math.h>
 
 #include <cstdio>
@@ -134,7 +134,7 @@ struct Fuzz : Draws {
     c.scale = 1 / sqrtf(static_cast<float>(c.D)), c.cap = maybe(20) ? 2.0f : 0.0f;
     Shuffled parallel(random);
     if (!decode(c, parallel)) return false;
-    return is_right(c);
+    return random() % one_in || is_right(c);
   }
 
   bool is_right(const DecodeCall& c) {
@@ -218,7 +218,8 @@ struct Fuzz : Draws {
 int main(int count, char** arguments) {
   const int calls = count > 1 ? atoi(arguments[1]) : 1000;
   const unsigned seed = count > 2 ? static_cast<unsigned>(atoi(arguments[2])) : 0;
-  leaves_out_newest = count > 3;
+  one_in = count > 3 ? static_cast<unsigned>(atoi(arguments[3])) : 1;
+  leaves_out_newest = count > 4;
   for (int i = 0; i < calls; ++i) {
     Fuzz fuzz(seed + static_cast<unsigned>(i));
     if (!fuzz.call()) {

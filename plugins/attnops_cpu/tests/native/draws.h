@@ -22,6 +22,9 @@ struct Shuffled : attnops::Parallel {
   std::mt19937& random;
 };
 
+// Only one in so many calls is held to the plain computation, which takes most of the time.
+inline unsigned one_in = 1;
+
 // Draws, and the arrays of a call, each with an allocation of its own.
 struct Draws {
   std::mt19937 random;

@@ -1,7 +1,12 @@
 // Random calls of the flash kernels of one instruction set, forward and backward, each held to a plain computation in
 // double; the tile map is often garbage. Built with the address sanitizer, so that a read outside of an array ends the
-// program: each array has an allocation of its own, of exactly its size. Arguments: the number of calls, a seed, and, to see
-// that a wrong result is found, any third one: the plain computation then hides the newest key.
+// program: each array has an allocation of its own, of exactly its size. Arguments: the number of calls, a seed, `one_in`,
+// and, to see that a wrong result is found, any fourth one: the plain computation then hides the newest key.
+#if defined(ATTNOPS_AMX)
+#include "isa.h"
+static const attnops::Kernels others{};  // of other dtypes, which are left out
+#define ATTNOPS_OTHERS others
+#endif
 #include "kernels.inc"
 
 #include <cmath>
@@ -54,7 +59,11 @@ struct Fuzz : Draws {
     s.T = 1 + below(maybe(20) ? 130 : 30), s.S = 1 + below(maybe(20) ? 300 : 70);
     s.D = 1 + below(70), s.Dv = 1 + below(70);
     const Float types[] = {Float::f32, Float::bf16, Float::f16};
+#if defined(ATTNOPS_AMX)
+    const Float type = Float::bf16;  // the others are another set's
+#else
     const Float type = types[below(3)];
+#endif
     s.scale = number() / 3, s.cap = maybe(30) ? 1.5f : 0.0f;
     s.low = maybe(50) ? INT64_MIN / 2 : below(20) - 10, s.high = maybe(50) ? INT64_MAX / 2 : s.low / 2 + below(40);
     if (maybe(60)) {
@@ -124,6 +133,7 @@ struct Fuzz : Draws {
     back.bias_floats = bias_floats, back.d_bias = bias_floats && maybe(70) ? make<float>(bias_floats) : nullptr;
     if (!ATTNOPS_ISA::backward(back, parallel)) return false;
 
+    if (random() % one_in) return true;
     // In double; 16-bit products may round weights to bfloat16.
     const double loose = type == Float::bf16 ? 2e-2 : 3e-5;
     std::vector<double> eq(q_size), ek(k_size), ev(v_size), eb(bias_floats), p(s.S), x(s.S), slope(s.S), keep(s.S);
@@ -205,7 +215,8 @@ struct Fuzz : Draws {
 int main(int argc, char** argv) {
   const int calls = std::atoi(argv[1]);
   const unsigned seed = static_cast<unsigned>(std::atoi(argv[2]));
-  hides_newest = argc > 3;
+  one_in = argc > 3 ? static_cast<unsigned>(std::atoi(argv[3])) : 1;
+  hides_newest = argc > 4;
   for (int i = 0; i < calls; ++i) {
     Fuzz fuzz(seed * 1000003u + static_cast<unsigned>(i));
     if (!fuzz.call()) {

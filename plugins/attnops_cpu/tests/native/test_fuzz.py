@@ -20,6 +20,18 @@ FLAGS: Final = {
     "avx512": _AVX512,
     "avx512_bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
+# The tile instructions of AMX in C++, for any processor; and themselves, computed by a handler of the signal that they
+# raise where the processor has none, with the vectors of `avx512_bf16`.
+AMX: Final = {
+    "emulated": ("-DATTNOPS_AMX", "-DATTNOPS_AMX_EMULATED"),
+    "traps": (
+        "-DATTNOPS_AMX",
+        *FLAGS["avx512_bf16"],
+        "-mamx-tile",
+        "-mamx-bf16",
+        str(ROOT / "tests/native/tile_traps.cc"),
+    ),
+}
 # The address sanitizer reserves terabytes, more than the tests' own limit of memory.
 UNLIMITED: Final = ("prlimit", "--data=unlimited") if shutil.which("prlimit") else ()
 pytestmark = pytest.mark.slow
@@ -27,6 +39,7 @@ pytestmark = pytest.mark.slow
 SETS: Final = [
     pytest.param(isa, marks=pytest.mark.exhaustive) if isa in library().available[1:-1] else isa
     for isa in library().available
+    if isa in FLAGS
 ]
 
 
@@ -37,14 +50,35 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kernel", ["flash", "decode"])
 def test_random_calls_are_right_and_read_nothing_outside(kernel: str, isa: str, tmp_path: Path) -> None:
+    check(build(kernel, isa, FLAGS[isa], tmp_path), "400" if kernel == "flash" else "2000")
+
+
+@pytest.mark.parametrize("tiles", AMX if "avx512_bf16" in library().available else ["emulated"])
+def test_random_calls_of_amx_are_right(tiles: str, tmp_path: Path) -> None:
+    check(build("flash", "amx", AMX[tiles], tmp_path), "300")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel", ["flash", "decode"])
+def test_half_a_million_calls_read_nothing_outside(kernel: str, tmp_path: Path) -> None:
+    isa = next(isa for isa in library().available if isa in FLAGS)
+    found = run(build(kernel, isa, FLAGS[isa], tmp_path), "500000", "12345", "10")
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def check(program: Path, calls: str) -> None:
+    right = run(program, calls, "7")
+    assert right.returncode == 0, right.stdout + right.stderr
+    wrong = run(program, "20", "7", "1", "hide the newest key")
+    assert wrong.returncode == 1, "a plain computation without the newest key is not told from the kernel"
+
+
+def build(kernel: str, isa: str, flags: tuple[str, ...], folder: Path) -> Path:
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     assert compiler is not None, "building attnops-cpu needs a C++ compiler"
-    program = tmp_path / "fuzz"
+    program = folder / "fuzz"
     sources = [ROOT / f"tests/native/{kernel}_fuzz.cc", ROOT / "native/memory.cc"]
     options = ["-std=c++17", "-O1", "-g", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
                "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-DATTNOPS_ISA={isa}"]  # fmt: skip
-    subprocess.run([compiler, *options, *FLAGS[isa], f"-I{ROOT / 'native'}", *sources, "-o", program], check=True)
-    right = run(program, "400" if kernel == "flash" else "2000", "7")
-    assert right.returncode == 0, right.stdout + right.stderr
-    wrong = run(program, "20", "7", "hide the newest key")
-    assert wrong.returncode == 1, "a plain computation without the newest key is not told from the kernel"
+    subprocess.run([compiler, *options, *flags, f"-I{ROOT / 'native'}", *sources, "-o", program], check=True)
+    return program

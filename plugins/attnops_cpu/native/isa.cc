@@ -2,6 +2,11 @@
 
 #include <cstdlib>
 #include <cstring>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #define ATTNOPS_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -12,6 +17,20 @@ struct Choice {
   const Kernels* kernels;
   bool available;
 };
+
+#if defined(__aarch64__)
+bool has_bf16() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16
+#elif defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof(found);
+  return sysctlbyname("hw.optional.arm.FEAT_BF16", &found, &size, nullptr, 0) == 0 && found;
+#else
+  return false;
+#endif
+}
+#endif
 
 // The fastest first.
 int choices(Choice* out) {
@@ -27,7 +46,12 @@ int choices(Choice* out) {
   out[n++] = {&kernels_avx512, avx512};
   out[n++] = {&kernels_avx2, avx2};
 #endif
+#if defined(__aarch64__)
+  out[n++] = {&kernels_neon_bf16, has_bf16()};
+  out[n++] = {&kernels_neon, true};
+#else
   out[n++] = {&kernels_baseline, true};
+#endif
   return n;
 }
 

@@ -32,7 +32,7 @@ def twice(x: jax.Array) -> jax.Array:
 def test_an_instruction_set_serves_and_the_portable_one_is_the_last() -> None:
     found = library()
     assert found.problem is None
-    assert found.available[-1] == "baseline"
+    assert found.available[-1] in ("baseline", "neon")
     assert found.isa in found.available
     x = jnp.arange(100_003, dtype=jnp.float32)
     np.testing.assert_array_equal(jax.jit(twice)(x), 2 * x)
@@ -79,7 +79,7 @@ def test_an_unknown_instruction_set_is_a_reason_that_names_those_there_are() -> 
     environment = os.environ | {"ATTNOPS_CPU_ISA": "avx1024"}
     found = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
     assert "avx1024" in found.stdout, found.stderr
-    assert "baseline" in found.stdout
+    assert library().available[-1] in found.stdout
 
 
 def branches(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Build attnops-cpu's wheels for Linux and macOS on one machine: zig is the compiler, and has the other systems' libraries.
+"""Build attnops-cpu's wheels for Linux and macOS on one machine, by zig, which has the other systems' libraries.
 
     make wheels
 
@@ -43,7 +43,17 @@ def build(target: Target, dist: Path) -> None:
         "CMAKE_ARGS": f"-DCMAKE_SYSTEM_NAME={target.system} -DCMAKE_SYSTEM_PROCESSOR={target.processor}",
     }
     with tempfile.TemporaryDirectory() as folder:
-        options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, "-C", f"build-dir={folder}/build", "-C", "install.strip=false"]
+        options = [
+            "--quiet",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            folder,
+            "-C",
+            f"build-dir={folder}/build",
+            "-C",
+            "install.strip=false",
+        ]
         python = [sys.executable, "-m"]
         subprocess.run([*python, "pip", "wheel", *options, ROOT / "plugins/attnops_cpu"], env=env, check=True)
         (wheel,) = Path(folder).glob("*.whl")

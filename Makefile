@@ -117,7 +117,7 @@ readme: $(VENV)/.test  ## write the generated parts of the README
 	$(BIN)/python tools/readme.py
 
 wheels: $(VENV)/.created  ## dist/: attnops-cpu for Linux (x86-64, ARM) and macOS (ARM), compiled here by zig
-	$(PIP) "scikit-build-core>=0.11" cmake ninja "wheel>=0.46" "ziglang==0.17.1"
+	$(PIP) "scikit-build-core>=0.11" cmake ninja "build>=1.3" "wheel>=0.46" "ziglang==0.17.1"
 	$(BIN)/python tools/wheels.py
 
 clean:

@@ -2,7 +2,7 @@
 
     make wheels
 
-Each wheel, ``py3-none-…``, is put in ``dist``.
+Each wheel, ``py3-none-…``, is built from the source distribution, and put in ``dist``.
 """
 
 from __future__ import annotations
@@ -40,22 +40,13 @@ def build(target: Target, dist: Path) -> None:
     """Compile the wheel of a target, and give it the tag that its libraries allow."""
     env = os.environ | {
         "CXX": f"{Path(ziglang.__file__).with_name('zig')} c++ -target {target.zig}",
+        "LDFLAGS": "-s",  # no symbols for debuggers
         "CMAKE_ARGS": f"-DCMAKE_SYSTEM_NAME={target.system} -DCMAKE_SYSTEM_PROCESSOR={target.processor}",
     }
     with tempfile.TemporaryDirectory() as folder:
-        options = [
-            "--quiet",
-            "--no-deps",
-            "--no-build-isolation",
-            "--wheel-dir",
-            folder,
-            "-C",
-            f"build-dir={folder}/build",
-            "-C",
-            "install.strip=false",
-        ]
         python = [sys.executable, "-m"]
-        subprocess.run([*python, "pip", "wheel", *options, ROOT / "plugins/attnops_cpu"], env=env, check=True)
+        options = ["--no-isolation", "--outdir", folder, f"-Cbuild-dir={folder}/build", "-Cinstall.strip=false"]
+        subprocess.run([*python, "build", *options, ROOT / "plugins/attnops_cpu"], env=env, check=True)
         (wheel,) = Path(folder).glob("*.whl")
         subprocess.run([*python, "wheel", "tags", "--remove", "--platform-tag", target.tag, wheel], check=True)
         (tagged,) = Path(folder).glob("*.whl")

@@ -2,7 +2,9 @@
 
 #include <cstdlib>
 #include <cstring>
-#if defined(__aarch64__) && defined(__linux__)
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
@@ -18,7 +20,23 @@ struct Choice {
   bool available;
 };
 
-#if defined(__aarch64__)
+#if defined(__x86_64__)
+enum Register { EAX, EBX, ECX, EDX };
+
+// A bit that CPUID returns. Not __builtin_cpu_supports, which is always false where zig compiles it.
+bool cpuid(unsigned leaf, unsigned subleaf, Register in, int bit) {
+  unsigned found[4] = {};
+  return __get_cpuid_count(leaf, subleaf, found, found + 1, found + 2, found + 3) && found[in] >> bit & 1;
+}
+
+// Whether the system saves the registers that these bits of XCR0 name.
+bool saves(unsigned bits) {
+  if (!cpuid(1, 0, ECX, 27)) return false;  // OSXSAVE
+  unsigned low, high;
+  asm("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & bits) == bits;
+}
+#elif defined(__aarch64__)
 bool has_bf16() {
 #if defined(__linux__)
   return getauxval(AT_HWCAP2) >> 14 & 1;  // HWCAP2_BF16
@@ -36,12 +54,10 @@ bool has_bf16() {
 int choices(Choice* out) {
   int n = 0;
 #if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-                    __builtin_cpu_supports("bmi2");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  // AVX2, FMA, F16C and BMI2; AVX-512 F, BW, DQ and VL.
+  const bool avx2 = saves(0x6) && cpuid(7, 0, EBX, 5) && cpuid(1, 0, ECX, 12) && cpuid(1, 0, ECX, 29) && cpuid(7, 0, EBX, 8);
+  const bool avx512 = avx2 && saves(0xe6) && cpuid(7, 0, EBX, 16) && cpuid(7, 0, EBX, 30) && cpuid(7, 0, EBX, 17) && cpuid(7, 0, EBX, 31);
+  const bool bf16 = avx512 && cpuid(7, 1, EAX, 5) && cpuid(7, 0, ECX, 11);  // and VNNI
   out[n++] = {&kernels_avx512_bf16, bf16};
   out[n++] = {&kernels_avx512, avx512};
   out[n++] = {&kernels_avx2, avx2};

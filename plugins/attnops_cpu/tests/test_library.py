@@ -38,6 +38,23 @@ def test_an_instruction_set_serves_and_the_portable_one_is_the_last() -> None:
     np.testing.assert_array_equal(jax.jit(twice)(x), 2 * x)
 
 
+def test_instruction_sets_are_those_that_the_system_names() -> None:
+    avx2 = {"avx2", "fma", "f16c", "bmi2"}
+    avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    needed = {
+        "avx512_bf16": avx512 | {"avx512_bf16", "avx512_vnni"},
+        "avx512": avx512,
+        "avx2": avx2,
+        "neon_bf16": {"asimd", "bf16"},
+    }
+    path = Path("/proc/cpuinfo")
+    if not path.exists():  # macOS
+        assert library().available[-1] == "neon"
+        return
+    flags = set(path.read_text().split())
+    assert list(library().available[:-1]) == [name for name, each in needed.items() if each <= flags]
+
+
 def test_without_the_library_native_flash_runs_and_a_reason_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -40,7 +40,6 @@ def build(target: Target, dist: Path) -> None:
     """Compile the wheel of a target, and give it the tag that its libraries allow."""
     env = os.environ | {
         "CXX": f"{Path(ziglang.__file__).with_name('zig')} c++ -target {target.zig}",
-        "LDFLAGS": "-s",  # no symbols for debuggers
         "CMAKE_ARGS": f"-DCMAKE_SYSTEM_NAME={target.system} -DCMAKE_SYSTEM_PROCESSOR={target.processor}",
     }
     with tempfile.TemporaryDirectory() as folder:

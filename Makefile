@@ -30,7 +30,7 @@ LOWERING = "jax-cuda13-plugin==$(JAX)" "nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-c
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
 	--durations=10 --durations-min=10
 
-.PHONY: demo test budget test-all exhaustive alone parity quick bench docs lint readme clean
+.PHONY: demo test budget test-all exhaustive alone parity quick bench docs lint readme wheels clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -115,6 +115,10 @@ lint: $(VENV)/.test  ## ruff, mypy, the import linter, and the README's generate
 
 readme: $(VENV)/.test  ## write the generated parts of the README
 	$(BIN)/python tools/readme.py
+
+wheels: $(VENV)/.created  ## dist/: attnops-cpu for Linux (x86-64, ARM) and macOS (ARM), compiled here by zig
+	$(PIP) "scikit-build-core>=0.11" cmake ninja "build>=1.3" "wheel>=0.46" "ziglang==0.17.1"
+	$(BIN)/python tools/wheels.py
 
 clean:
 	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,17 +9,16 @@ namespace attnops {
 
 // What a file of an instruction set defines, each kernel in its `.inc` file.
 struct Kernels {
-  const char* name;  // "amx", "avx512_bf16", "avx512", "avx2" or "baseline"
+  const char* name;  // the file's ATTNOPS_ISA
   void (*twice)(const float* x, float* y, int64_t n);  // tests of the library: y = 2 x
   bool (*forward)(const ForwardCall& call, Parallel& parallel);  // false: no memory
   bool (*backward)(const BackwardCall& call, Parallel& parallel);
   bool (*decode)(const DecodeCall& call, Parallel& parallel);
 };
 
-extern const Kernels kernels_baseline, kernels_amx_emulated;
-#if defined(__x86_64__)
-extern const Kernels kernels_amx, kernels_avx512_bf16, kernels_avx512, kernels_avx2;
-#endif
+// Those of which CMakeLists.txt compiles a file for this processor's family.
+extern const Kernels kernels_amx, kernels_avx512_bf16, kernels_avx512, kernels_avx2, kernels_neon_bf16, kernels_neon,
+    kernels_baseline, kernels_amx_emulated;
 
 // The first that this processor has; or the one that ATTNOPS_CPU_ISA names, read at the first call. Null if the
 // processor has no such instructions, or the name is unknown.

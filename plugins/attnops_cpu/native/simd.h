@@ -10,6 +10,12 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+#if defined(ATTNOPS_AMX) || defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define ATTNOPS_BF16  // there are products of bfloat16
+#endif
 
 namespace attnops {
 namespace ATTNOPS_ISA {
@@ -20,6 +26,11 @@ constexpr int VL = 16;  // float32 in a vector
 constexpr int VL = 8;
 #else
 constexpr int VL = 4;
+#endif
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
 #endif
 
 typedef float vf __attribute__((vector_size(VL * 4)));
@@ -142,6 +153,10 @@ static ATTNOPS_INLINE vf load_wide(const f16* p) {
   __m128i h;
   memcpy(&h, p, sizeof(h));
   return (vf)_mm256_cvtph_ps(h);
+#elif defined(__ARM_NEON)
+  float16x4_t h;
+  memcpy(&h, p, sizeof(h));
+  return (vf)vcvt_f32_f16(h);
 #else
   vf v;
   for (int i = 0; i < VL; ++i) v[i] = widen(p[i]);
@@ -181,10 +196,14 @@ static ATTNOPS_INLINE void narrow(f16* p, float x) {
 // VL numbers to memory, rounded.
 static ATTNOPS_INLINE void store_narrow(float* p, vf v) { store(p, v); }
 static ATTNOPS_INLINE void store_narrow(bf16* p, vf v) {
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  const bfloat16x4_t h = vcvt_bf16_f32((float32x4_t)v);
+#else
   const vu bits = (vu)v;
   const vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, quiet = (bits >> 16) | 0x40u;
   const vu is_nan = (vu)((bits & 0x7fffffffu) > 0x7f800000u);
   const vh h = __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), vh);
+#endif
   memcpy(p, &h, sizeof(h));
 }
 static ATTNOPS_INLINE void store_narrow(f16* p, vf v) {
@@ -193,6 +212,9 @@ static ATTNOPS_INLINE void store_narrow(f16* p, vf v) {
   memcpy(p, &h, sizeof(h));
 #elif defined(__AVX2__)
   const __m128i h = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  memcpy(p, &h, sizeof(h));
+#elif defined(__ARM_NEON)
+  const float16x4_t h = vcvt_f16_f32((float32x4_t)v);
   memcpy(p, &h, sizeof(h));
 #else
   for (int i = 0; i < VL; ++i) narrow(p + i, v[i]);

@@ -1,0 +1,2 @@
+#define ATTNOPS_ISA neon
+#include "kernels.inc"

@@ -1,0 +1,2 @@
+#define ATTNOPS_ISA neon_bf16
+#include "kernels.inc"

@@ -19,6 +19,7 @@ from attnops_caches import (
     cache_of,
     slots_of_row,
 )
+from attnops_caches.masks import Packed, PackedByRow
 from attnops_cpu.caches.attention import cached_attention
 from attnops_cpu.library import library
 
@@ -27,8 +28,9 @@ MOST_QUERIES: Final = 16
 # What the kernel reads.
 _KERNEL: Final = CacheLimits(
     storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
-    codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
+    codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2", "int4"}),
     latent=True,
+    packed=True,
 )
 _NATIVE: Final = NativeFlashReader()
 
@@ -43,17 +45,17 @@ class CpuCacheReader(CacheReader):
         **options: Unpack[CacheOptions],
     ) -> OperationOutput:  # fmt: skip
         """Attention over the cache, as `attnops_caches.CacheReader.attend` describes it."""
-        is_packed = query.shape[0] == 1 and cache.batch > 1
+        is_packed = isinstance(options["mask"], (Packed, PackedByRow))
         described = dataclasses.replace(cache.describe(), is_packed=is_packed)
-        if return_max_logits or _reasons(described, query.shape[1], cache.length):
+        if _reasons(described, query.shape[1], cache.length):
             return _NATIVE.attend(operation, query, cache, return_max_logits=return_max_logits, **options)
         key, value = (
             jax.ShapeDtypeStruct((cache.batch, cache.length, cache.kv_heads, d), query.dtype)
             for d in (cache.head_dim, cache.value_head_dim)
         )
-        call = FlashCall.of(operation.metadata, query, key, value, options)
-        out, lse = cached_attention(call, cache, options.get("return_lse", False))
-        return OperationOutput(out, None, lse)
+        call = FlashCall.of(operation.metadata, query, key, value, options).replace(max_logits=return_max_logits)
+        out, lse, highest = cached_attention(call, cache, options.get("return_lse", False))
+        return OperationOutput(out, None, lse, highest)
 
     def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """Reasons why a cache can't be read in place, as `attnops_caches.CacheReader.unsupported` describes them."""
@@ -78,7 +80,7 @@ def kernel_reasons(request: AttentionRequest) -> list[Reason]:
 
 def _reasons(cache: CacheRequest, T: int, slots: int) -> list[Reason]:
     reasons = _KERNEL.reasons(cache)
-    if not cache.is_packed and T > MOST_QUERIES:
+    if False and not cache.is_packed and T > MOST_QUERIES:
         rule = f"must be at most {MOST_QUERIES} tokens a row for attnops-cpu's kernel over caches"
         reasons.append(Reason("query", T, rule, "native `flash` computes longer chunks in tiles"))
     if slots >= 1 << 31:

@@ -41,6 +41,18 @@ static ATTNOPS_INLINE vf load_wide(const e4m3* p) {
   const vh h = __builtin_convertvector(b, vh);
   return of_halves(((h & 0x80) << 8) | ((h & 0x7f) << 7)) * 256.0f;
 }
+// `count` numbers, fewer than VL, and zeros.
+template <class E>
+static ATTNOPS_INLINE vf load_first(const E* p, int64_t count) {
+  E some[VL];
+  memset(some, 0, sizeof(some));
+  memcpy(some, p, static_cast<size_t>(count) * sizeof(E));
+  return load_wide(some);
+}
+template <class E>
+static ATTNOPS_INLINE float widen(E x) {
+  return load_first(&x, 1)[0];
+}
 // `count` bytes of int4 as 2 · count int8: those in lower bits first.
 static ATTNOPS_INLINE void unpack_int4(int8_t* to, const char* from, int64_t count) {
   typedef uint8_t vbytes __attribute__((vector_size(4 * VL)));
@@ -58,14 +70,5 @@ static ATTNOPS_INLINE void unpack_int4(int8_t* to, const char* from, int64_t cou
     to[i] = static_cast<int8_t>(((x & 15) ^ 8) - 8), to[count + i] = static_cast<int8_t>((x >> 4 ^ 8) - 8);
   }
 }
-// `count` numbers, fewer than VL, and zeros.
-template <class E>
-static ATTNOPS_INLINE vf load_first(const E* p, int64_t count) {
-  E some[VL];
-  memset(some, 0, sizeof(some));
-  memcpy(some, p, static_cast<size_t>(count) * sizeof(E));
-  return load_wide(some);
-}
-
 }  // namespace ATTNOPS_ISA
 }  // namespace attnops

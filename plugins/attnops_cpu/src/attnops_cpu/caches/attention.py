@@ -124,14 +124,17 @@ def _store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
 
 def _unpacked(call: FlashCall, cache: StoredCache) -> FlashCall:
     """A call of N packed queries as one of N rows with one query each."""
-    mask, (_, N, H, D), bias = call.mask, call.query.shape, call.bias
+    mask, (_, N, H, D), S = call.mask, call.query.shape, cache.length
     assert isinstance(mask, (Packed, PackedByRow))
     queries, row = jnp.arange(N, dtype=jnp.int32)[:, None], jnp.maximum(mask.q_rows, 0)
-    slots = cache.slots().of_rows(row)
+    slots, bias = cache.slots().of_rows(row), call.bias
+    if bias is not None:
+        n, h, _, s = np.ix_(*map(np.arange, (N, H, 1, S)))
+        bias = bias.apply(jnp.zeros((N, H, 1, S), jnp.float32), 0, h, n, row[:, None, None, None] * S + s)
     return call.replace(
         query=jax.ShapeDtypeStruct((N, 1, H, D), call.query.dtype),
-        mask=mask.of_tiles(queries, mask.q_rows >= 0, row, slots).bind(N, H, 1, cache.length),
-        bias=None if bias is None else bias.of_tiles(queries, slots),
+        mask=mask.of_tiles(queries, mask.q_rows >= 0, row, slots).bind(N, H, 1, S),
+        bias=bias,
     )
 
 

@@ -1,7 +1,8 @@
 """Figures of attnops-cpu's kernel over caches, beside native `flash` and one read of the same bytes, on one core.
 
-Run ``taskset -c 0 python benchmarks/cpu_decode.py``. Queries over full caches, H 32, K 8, D 128: one token a row, chunks
-of prompts, and a server's step of packed rows, one of them a chunk of 128 tokens. All three are timed in turns, by processor time, which other programs on the machine change least; the best of each is reported.
+Run ``taskset -c 0 python benchmarks/cpu_decode.py``. Queries over full caches, H 32, K 8, D 128: one token a row,
+chunks of prompts, and a server's step of packed rows, one of them a chunk of 128 tokens. All three are timed in turns,
+by processor time, which other programs on the machine change least; the best of each is reported.
 `decode.py` has the same by the clock, on all cores, with peers.
 """
 
@@ -83,7 +84,11 @@ def case(B: int, S: int, stored: str, page: int, T: int) -> str:
     calls: dict[str, Callable[[], Any]] = {}
     for name in ("attnops-cpu:flash", "attnops:flash"):
         op: Any = OperationRegistry.create(name, OperationMetadata(on_unsupported="error"))
-        run = jax.jit(lambda q, c, op=op: op(q, c, mask=Causal(), **options).attention_outputs).lower(query, cache).compile()
+        run = (
+            jax.jit(lambda q, c, op=op: op(q, c, mask=Causal(), **options).attention_outputs)
+            .lower(query, cache)
+            .compile()
+        )
         calls[name] = lambda run=run: run(query, cache)
     kernel, native = (np.asarray(call(), np.float32) for call in calls.values())
     assert np.abs(kernel - native).max() < (1e-5 if stored == "float32" else 2e-2) * np.abs(native).max()
@@ -100,7 +105,9 @@ def case(B: int, S: int, stored: str, page: int, T: int) -> str:
 def main() -> None:
     """Print the table."""
     OperationRegistry.register(CpuFlashAttention, override=True)
-    print("| stored | B | S | cache | queries | ms | over one read | native over it |\n|---|--:|--:|---|--:|--:|--:|--:|")
+    print(
+        "| stored | B | S | cache | queries | ms | over one read | native over it |\n|---|--:|--:|---|--:|--:|--:|--:|"
+    )
     for given in CASES:
         print(case(*given), flush=True)
 

@@ -75,8 +75,9 @@ def cached_attention(
         arrays |= _score_arrays(_unpacked(call, cache), cache.slots())
     else:
         arrays |= _score_arrays(call)
-    out, lse, highest = _compiled(plan, call.query, arrays)
-    return out, *(x if x.size else None for x in (lse, highest))
+    out, *found = _compiled(plan, call.query, arrays)
+    lse, highest = (found.pop(0) if wanted else None for wanted in plan.wanted)
+    return out, lse, highest
 
 
 def _run(plan: DecodePlan, query: jax.Array, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
@@ -94,7 +95,8 @@ def _run(plan: DecodePlan, query: jax.Array, arrays: dict[str, jax.Array]) -> tu
         if name != "wanted"
     }
     call = jax.ffi.ffi_call("attnops_cpu_decode", shapes)
-    return tuple(call(query, *(arrays[name] for name in _ORDER), **attributes))
+    out, *results = call(query, *(arrays[name] for name in _ORDER), **attributes)
+    return out, *(x for x, wanted in zip(results, plan.wanted, strict=True) if wanted)
 
 
 _ORDER: Final = (
@@ -103,8 +105,8 @@ _ORDER: Final = (
 )  # fmt: skip
 # The dtypes of arrays that may be missing.
 _OPTIONAL: Final = {
-    "key_scale": jnp.float32, "value_scale": jnp.float32, "packed": jnp.int32, "table": jnp.int32, "bits": jnp.bool_, "bias": jnp.float32,
-    "sinks": jnp.float32,
+    "key_scale": jnp.float32, "value_scale": jnp.float32, "packed": jnp.int32, "table": jnp.int32, "bits": jnp.bool_,
+    "bias": jnp.float32, "sinks": jnp.float32,
 }  # fmt: skip
 # Compiled once for equal plans, also where the caller does not compile.
 _compiled = jax.jit(one_by_one(_run), static_argnums=0)
@@ -167,7 +169,9 @@ def _positions(split: Bands, B: int, T: int, S: int, slots: Slots | None) -> dic
         return {"positions": jnp.zeros((B, T), jnp.int32), "rows": jnp.broadcast_to(row, (B, 4))}
     held = jnp.asarray(split.held.q_positions)
     positions = held if split.q_positions is None else jnp.where(held < 0, held, split.q_positions)
-    fields = [jnp.asarray(x) for x in (slots.shift, slots.start, slots.stop, S - 1 if slots.newest is None else slots.newest)]
+    fields = [
+        jnp.asarray(x) for x in (slots.shift, slots.start, slots.stop, S - 1 if slots.newest is None else slots.newest)
+    ]
     rows = jnp.stack(jnp.broadcast_arrays(*fields), 1)
     return {"positions": jnp.broadcast_to(positions, (B, T)), "rows": rows.astype(jnp.int32)}
 

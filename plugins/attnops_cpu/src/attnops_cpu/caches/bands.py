@@ -76,7 +76,9 @@ def _both(a: Bands, b: Bands) -> Bands:
     rests = [x for x in (a.rest, b.rest) if x is not None]
     rest = rests[0] if len(rests) == 1 else rests[0] & rests[1] if rests else None
     q_positions = b.q_positions if a.q_positions is None else a.q_positions
-    return Bands(_least(a.left, b.left), _least(a.right, b.right), q_positions, b.held if a.held is None else a.held, rest)
+    return Bands(
+        _least(a.left, b.left), _least(a.right, b.right), q_positions, b.held if a.held is None else a.held, rest
+    )
 
 
 def _least(x: Leaf, y: Leaf) -> Leaf:

@@ -77,7 +77,7 @@ def kernel_reasons(request: AttentionRequest) -> list[Reason]:
 
 def _reasons(cache: CacheRequest, T: int, slots: int, has_bias: bool) -> list[Reason]:
     reasons = _KERNEL.reasons(cache)
-    if has_bias and T > MOST_QUERIES * (cache.rows if cache.is_packed else 1):
+    if has_bias and MOST_QUERIES * (cache.rows if cache.is_packed else 1) < T:
         rule = f"must be at most {MOST_QUERIES} tokens a row with a bias for attnops-cpu's kernel over caches"
         reasons.append(Reason("query", T, rule, "native `flash` computes the bias of longer chunks in tiles"))
     if slots >= 1 << 31:

@@ -49,6 +49,26 @@ static ATTNOPS_INLINE vf load_first(const E* p, int64_t count) {
   memcpy(some, p, static_cast<size_t>(count) * sizeof(E));
   return load_wide(some);
 }
-
+template <class E>
+static ATTNOPS_INLINE float widen(E x) {
+  return load_first(&x, 1)[0];
+}
+// `count` bytes of int4 as 2 · count int8: those in lower bits first.
+static ATTNOPS_INLINE void unpack_int4(int8_t* to, const char* from, int64_t count) {
+  typedef uint8_t vbytes __attribute__((vector_size(4 * VL)));
+  int64_t i = 0;
+  for (; i + 4 * VL <= count; i += 4 * VL) {
+    vbytes low, high;
+    memcpy(&low, from + i, sizeof(low));
+    high = (vbytes)((vu)low >> 4);
+    low = ((low & 15) ^ 8) - 8, high = ((high & 15) ^ 8) - 8;  // with their sign
+    memcpy(to + i, &low, sizeof(low));
+    memcpy(to + count + i, &high, sizeof(high));
+  }
+  for (; i < count; ++i) {
+    const int x = static_cast<uint8_t>(from[i]);
+    to[i] = static_cast<int8_t>(((x & 15) ^ 8) - 8), to[count + i] = static_cast<int8_t>((x >> 4 ^ 8) - 8);
+  }
+}
 }  // namespace ATTNOPS_ISA
 }  // namespace attnops

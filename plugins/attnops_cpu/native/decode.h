@@ -7,15 +7,18 @@
 
 namespace attnops {
 
-// How numbers lie in memory. The first three are dtypes of queries too.
-enum Stored { kF32, kBF16, kF16, kI8, kE4M3, kE5M2 };
+// How numbers lie in memory. The first three are dtypes of queries too. Of int4 a byte has two, the first half of the
+// features in the lower 4 bits.
+enum Stored { kF32, kBF16, kF16, kI8, kE4M3, kE5M2, kI4 };
 
 // What has a scale of its own.
 enum Scales { kNoScale, kByTensor, kByHead, kByToken };
 
 // Sizes are those of `attnops_caches.Store`: blocks [blocks, K, n, width]. The token with the number j is in slot j of its
 // row, or in slot j + S if j is negative (a ring). `kernels` reads no block, page or slot outside the arrays, whatever the
-// numbers in `table`, `rows` and `positions` are.
+// numbers in `table`, `rows`, `positions` and `packed` are.
+//
+// B rows have T queries each. Of packed rows there are T queries together, and arrays by query have the batch 1.
 struct DecodeCall {
   int64_t B, T, H, K, D, Dv;
   int64_t S;       // slots of a row
@@ -28,6 +31,8 @@ struct DecodeCall {
   Stored stored;
   const char *key, *value;  // of all layers; `value` points to the values of the first token
   int64_t key_stride, value_stride;  // bytes from one token to the next
+  int64_t key_head, value_head;      // bytes from one kv head to the next
+  int64_t key_block, value_block;    // bytes from one block to the next
   int64_t key_count, value_count;    // bytes of a token's key and value
   Scales scales;
   const float *key_scale, *value_scale;  // [1], [K] or [all blocks, K, n]
@@ -35,11 +40,12 @@ struct DecodeCall {
   Stored dtype;        // of query and output
   const char* query;   // [B, T, H, D]
   char* out;           // [B, T, H, Dv]
-  float* lse;          // [B, H, T], or null
+  float *lse, *highest;  // [B, H, T] the logsumexp and the largest score, each or null
 
+  const int32_t* packed;     // [T] which row each query of packed rows is of, none for other numbers; else null
   const int32_t* positions;  // of queries [B, T]; below 0 for padding
   const int32_t* rows;       // [B, 4]: position minus number; the first and one after the last number; the newest slot
-  const int32_t *left, *right;  // how many positions before and after its own a query sees, [1 or B, 1 or H]
+  const int32_t *left, *right;  // how many positions before and after its own a query sees, [1 or B, 1 or H]; by query of packed rows
   bool band_by_batch, band_by_head;
   const uint8_t* bits;  // [1 or B, 1 or H, 1 or T, S] booleans by slot, or null
   int64_t bits_b, bits_h, bits_t;  // strides, 0 where the size is 1

@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import attnops
 from attnops import OperationMetadata, OperationRegistry, Reason
+from attnops.biases import ALiBi
 from attnops.masks import Causal
 from attnops_caches import DenseCache, PagedCache, Quantized, in_place_reasons
 from attnops_cpu.caches.reader import kernel_reasons
@@ -20,10 +22,6 @@ from attnops_testing.caches import cache_problem, check_cache
 from attnops_testing.runner import Status, Subject
 
 SUBJECT = Subject(operation="attnops-cpu:flash", platform="cpu")
-# What the kernel does not read, and what the reason is about.
-NATIVE = {"19 queries": "query", "packed rows": "rows"} | {
-    f"int4 by {scales}": "cache.codec" for scales in ("tensor", "head", "token_head")
-}
 # Combinations that together have each storage, codec, content and number of heads.
 QUICK = (
     ("paged", "int8 by token_head", "Causal", "GQA", "4 queries", "bfloat16", "logsumexp", "left padding", "sinks"),
@@ -35,6 +33,13 @@ SLOW = (
     ("paged", "float8_e5m2 by tensor", "joined", "GQA", "MaskFn", "bfloat16"),
     ("window per batch", "ALiBi", "4 queries", "softmax_scale", "bfloat16"),
     ("paged", "latent", "int8 by token_head", "GQA", "3 queries", "bfloat16", "~mask"),
+    ("packed rows", "paged", "Causal", "GQA", "bfloat16", "logsumexp", "op.step", "sinks"),
+    ("packed rows", "window per batch", "int4 by token_head", "GQA", "left padding"),
+    ("packed rows", "ring", "window per head", "19 queries", "soft cap"),
+    ("packed rows", "KeyPadding", "array bias", "GQA", "D ≠ Dv", "logsumexp"),
+    ("19 queries", "paged", "Causal", "GQA", "int4 by head", "latent", "logsumexp"),
+    ("19 queries", "Dense", "int8 by token_head", "MQA", "float16", "sinks"),
+    ("19 queries", "~mask", "float8_e4m3fn by token_head", "joined", "bfloat16", "query_lengths"),
 )
 
 
@@ -56,9 +61,13 @@ def reasons(features: tuple[str, ...]) -> list[Reason]:
 
 
 @pytest.mark.parametrize("feature", CACHE_FEATURES)
-def test_features_are_of_the_kernel_or_have_a_reason(feature: str) -> None:
-    expected = [NATIVE[feature]] if feature in NATIVE else []
-    assert [reason.argument for reason in reasons((feature,))] == expected
+def test_features_are_of_the_kernel(feature: str) -> None:
+    assert not reasons((feature,))
+
+
+@pytest.mark.parametrize("bias", ["ALiBi", "RelativePosition", "array bias"])
+def test_a_bias_of_many_queries_is_of_native_flash(bias: str) -> None:
+    assert [reason.argument for reason in reasons(("19 queries", bias))] == ["query"]
 
 
 @pytest.mark.parametrize("features", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)], ids="+".join)
@@ -68,9 +77,10 @@ def test_combinations_are_of_the_kernel_and_right(features: tuple[str, ...]) -> 
     assert outcome.status is Status.RIGHT, outcome.detail
 
 
-def described(cache: Any, T: int = 1) -> str:
+def described(cache: Any, T: int = 1, **options: Any) -> str:
     operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata())
-    request = operation.request(jax.ShapeDtypeStruct((2, T, 4, 16), cache.dtype), cache, mask=Causal())
+    query = jax.ShapeDtypeStruct((2, T, 4, 16), cache.dtype)
+    request = operation.request(query, cache, mask=Causal(), **options)
     return str(attnops.explain(request, "attnops-cpu:flash"))
 
 
@@ -78,8 +88,10 @@ def test_explain_has_the_reader_and_its_instruction_set() -> None:
     cache = jax.eval_shape(lambda: DenseCache.create(batch=2, length=32, kv_heads=2, head_dim=16))
     assert "reads the cache in place (forward_cpu)" in described(cache)
     assert f"kernels in C++ for {library().isa}" in described(cache)
-    assert "reads the cache in place (forward_cpu)" in described(cache, T=17)
-    assert "in plain JAX, as native flash: query=17: must be at most 16 tokens a row" in described(cache, T=17)
+    assert f"kernels in C++ for {library().isa}" in described(cache, T=17)
+    text = described(cache, T=17, bias=ALiBi(np.ones(4, np.float32)))
+    assert "reads the cache in place (forward_cpu)" in text
+    assert "in plain JAX, as native flash: query=17: must be at most 16 tokens a row with a bias" in text
 
 
 def test_rows_are_read_by_themselves() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from attnops.masks import And, Causal, Full, Mask, SlidingWindow
 from attnops.typing import Leaf
-from attnops_caches.masks import AtSlots, Held, Slots
+from attnops_caches.masks import AtSlots, Held, OfRows, Slots
 
 # No limit.
 FAR = np.int32(2**31 - 1)
@@ -22,12 +22,15 @@ class Bands(NamedTuple):
     Attributes:
         left: how many positions before its own a query sees, int32 [] or [B or 1, H or 1]; `FAR` for all.
         right: how many positions after its own a query sees, int32 [] or [B or 1, H or 1]; `FAR` for all.
+        q_positions: the positions of queries, int32 [B or 1, T], to which left and right are relative; None if they are
+            those of ``held``.
         held: queries see what their row holds; None: everything, by ``rest``.
         rest: what is none of these; None for nothing.
     """
 
     left: Leaf = FAR
     right: Leaf = FAR
+    q_positions: Leaf | None = None
     held: Held | None = None
     rest: Mask | None = None
 
@@ -47,10 +50,20 @@ def bands(mask: Mask) -> Bands:
         return Bands()
     if isinstance(mask, AtSlots) and isinstance(mask.mask, (Causal, SlidingWindow)) and _is_at_0(mask.mask.offset):
         if isinstance(mask.mask, Causal):
-            return Bands(right=np.int32(0))
+            return Bands(right=np.int32(0), q_positions=mask.q_positions)
         left, right = (FAR if x is None else x for x in (mask.mask.left, mask.mask.right))
-        return Bands(left, right)
+        return Bands(left, right, mask.q_positions)
+    if isinstance(mask, OfRows):
+        return _of_rows(bands(mask.mask), mask)
     return Bands(rest=mask)
+
+
+def _of_rows(split: Bands, mask: OfRows) -> Bands:
+    """The masks of a batch for one query each of some of its rows, whose masks they become."""
+    left, right = (x if np.ndim(x) == 0 or np.shape(x)[0] == 1 else jnp.asarray(x)[mask.rows] for x in split[:2])
+    q_positions = None if split.q_positions is None else jnp.asarray(split.q_positions)[0][mask.queries]
+    rest = None if split.rest is None else OfRows(split.rest, mask.rows, mask.queries)
+    return Bands(left, right, q_positions, None, rest)
 
 
 def _is_at_0(offset: Leaf) -> bool:
@@ -59,10 +72,13 @@ def _is_at_0(offset: Leaf) -> bool:
 
 def _both(a: Bands, b: Bands) -> Bands:
     if a.held is not None and b.held is not None:  # not both of one row's slots: of no call over a cache
-        b = Bands(b.left, b.right, None, b.held if b.rest is None else b.rest & b.held)
+        b = Bands(b.left, b.right, b.q_positions, None, b.held if b.rest is None else b.rest & b.held)
     rests = [x for x in (a.rest, b.rest) if x is not None]
     rest = rests[0] if len(rests) == 1 else rests[0] & rests[1] if rests else None
-    return Bands(_least(a.left, b.left), _least(a.right, b.right), a.held or b.held, rest)
+    q_positions = b.q_positions if a.q_positions is None else a.q_positions
+    return Bands(
+        _least(a.left, b.left), _least(a.right, b.right), q_positions, b.held if a.held is None else a.held, rest
+    )
 
 
 def _least(x: Leaf, y: Leaf) -> Leaf:

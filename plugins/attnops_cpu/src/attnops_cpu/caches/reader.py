@@ -19,16 +19,18 @@ from attnops_caches import (
     cache_of,
     slots_of_row,
 )
+from attnops_caches.masks import Packed, PackedByRow
 from attnops_cpu.caches.attention import cached_attention
 from attnops_cpu.library import library
 
-# Up to so many queries a row, keys take longer to read than to multiply with; the kernel is laid out for it.
+# Up to so many queries a row, biases are arrays with a number for each score.
 MOST_QUERIES: Final = 16
 # What the kernel reads.
 _KERNEL: Final = CacheLimits(
     storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
-    codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2"}),
+    codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2", "int4"}),
     latent=True,
+    packed=True,
 )
 _NATIVE: Final = NativeFlashReader()
 
@@ -43,17 +45,17 @@ class CpuCacheReader(CacheReader):
         **options: Unpack[CacheOptions],
     ) -> OperationOutput:  # fmt: skip
         """Attention over the cache, as `attnops_caches.CacheReader.attend` describes it."""
-        is_packed = query.shape[0] == 1 and cache.batch > 1
+        is_packed = isinstance(options["mask"], (Packed, PackedByRow))
         described = dataclasses.replace(cache.describe(), is_packed=is_packed)
-        if return_max_logits or _reasons(described, query.shape[1], cache.length):
+        if _reasons(described, query.shape[1], cache.length, options.get("bias") is not None):
             return _NATIVE.attend(operation, query, cache, return_max_logits=return_max_logits, **options)
         key, value = (
             jax.ShapeDtypeStruct((cache.batch, cache.length, cache.kv_heads, d), query.dtype)
             for d in (cache.head_dim, cache.value_head_dim)
         )
-        call = FlashCall.of(operation.metadata, query, key, value, options)
-        out, lse = cached_attention(call, cache, options.get("return_lse", False))
-        return OperationOutput(out, None, lse)
+        call = FlashCall.of(operation.metadata, query, key, value, options).replace(max_logits=return_max_logits)
+        out, lse, highest = cached_attention(call, cache, options.get("return_lse", False))
+        return OperationOutput(out, None, lse, highest)
 
     def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """Reasons why a cache can't be read in place, as `attnops_caches.CacheReader.unsupported` describes them."""
@@ -70,17 +72,14 @@ class CpuCacheReader(CacheReader):
 
 def kernel_reasons(request: AttentionRequest) -> list[Reason]:
     """Why native `flash` computes a call over a cache, and not the kernel; empty where the kernel does."""
-    reasons = _reasons(cache_of(request), request.query_length, slots_of_row(request))
-    if "return_max_logits" in request.options:
-        reasons.append(Reason("return_max_logits", "given", "is not of attnops-cpu's kernel over caches"))
-    return reasons
+    return _reasons(cache_of(request), request.query_length, slots_of_row(request), bool(request.bias_kind))
 
 
-def _reasons(cache: CacheRequest, T: int, slots: int) -> list[Reason]:
+def _reasons(cache: CacheRequest, T: int, slots: int, has_bias: bool) -> list[Reason]:
     reasons = _KERNEL.reasons(cache)
-    if not cache.is_packed and T > MOST_QUERIES:
-        rule = f"must be at most {MOST_QUERIES} tokens a row for attnops-cpu's kernel over caches"
-        reasons.append(Reason("query", T, rule, "native `flash` computes longer chunks in tiles"))
+    if has_bias and MOST_QUERIES * (cache.rows if cache.is_packed else 1) < T:
+        rule = f"must be at most {MOST_QUERIES} tokens a row with a bias for attnops-cpu's kernel over caches"
+        reasons.append(Reason("query", T, rule, "native `flash` computes the bias of longer chunks in tiles"))
     if slots >= 1 << 31:
         reasons.append(Reason("cache", slots, "slots of a row are more than int32 counts"))
     return reasons

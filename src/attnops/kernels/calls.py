@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -66,8 +67,23 @@ def _batch(
     return result, [0] * len(result)
 
 
+def _transpose(cotangents: Sequence[Any], *given: Any, **call: Any) -> Values:
+    unknown = [i for i, x in enumerate(given) if ad.is_undefined_primal(x)]
+    avals = [given[i].aval for i in unknown]
+    like = [jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x for x in given]
+
+    def linear(*tangents: jax.Array) -> Values:
+        moving = dict(zip(unknown, tangents, strict=True))
+        return call["rule"](None, like, [moving.get(i) for i in range(len(given))])[1]
+
+    found = jax.linear_transpose(linear, *avals)([ad.instantiate_zeros(x) for x in cotangents])
+    moving = dict(zip(unknown, found, strict=True))
+    return [moving.get(i) for i in range(len(given))]
+
+
 _call.def_impl(_evaluate)
 _call.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[_call] = _jvp
+ad.primitive_transposes[_call] = _transpose
 batching.primitive_batchers[_call] = _batch
 mlir.register_lowering(_call, mlir.lower_fun(_evaluate, multiple_results=True))

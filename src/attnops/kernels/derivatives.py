@@ -73,6 +73,22 @@ class Passes(abc.ABC):
     def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
         """The sum over the keys in plain JAX, sinks included, which JAX differentiates in O(T + S) memory."""
 
+    def plain_gradients(
+        self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs
+    ) -> list[jax.Array]:
+        """`gradients` by `contribution`, which JAX differentiates."""
+        out, statistics, d_out, d_lse = given
+        d_out = d_out.astype(jnp.float32)
+        d_weight = d_lse if out is None else d_lse - (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+        contribution = functools.partial(_contribution, self, wanted, arrays, statistics)
+        return list(jax.vjp(contribution, *(arrays[i] for i in wanted))[1](Contribution(d_out, d_weight)))
+
+    def forward_gradients(
+        self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs
+    ) -> list[jax.Array]:
+        """`plain_gradients` for forward mode alone, which may be faster."""
+        return self.plain_gradients(wanted, arrays, given)
+
     def logsumexp(self, statistics: Statistics) -> tuple[jax.Array, jax.Array]:
         """The logsumexp and its rounding error, float32 [B, H, T]."""
         lse, lse_residual = statistics
@@ -113,22 +129,25 @@ def gradients(
     """`Passes.gradients`, with derivatives of every order."""
     leaves, tree = jax.tree.flatten((arrays, given))
 
-    def kernel(*given: jax.Array) -> list[jax.Array]:
-        return passes.gradients(wanted, *jax.tree.unflatten(tree, given))
-
-    def plain(*given: jax.Array) -> list[jax.Array]:
-        arrays, (out, statistics, d_out, d_lse) = jax.tree.unflatten(tree, given)
-        d_out = d_out.astype(jnp.float32)
-        d_weight = d_lse if out is None else d_lse - (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-        contribution = functools.partial(_contribution, passes, wanted, arrays, statistics)
-        return list(jax.vjp(contribution, *(arrays[i] for i in wanted))[1](Contribution(d_out, d_weight)))
+    def flat(function: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+        return lambda *given: function(wanted, *jax.tree.unflatten(tree, given))
 
     def rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if t is not None]
-        d = _jvp_of(plain, moving, inputs, [tangents[i] for i in moving])
+        moving, n = [i for i, t in enumerate(tangents) if t is not None], len(inputs)
+
+        def tangent(function: Callable[..., list[jax.Array]], *given: jax.Array) -> list[jax.Array]:
+            return jvp_of(flat(function), moving, given[:n], list(given[n:]))
+
+        def next_rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+            again = [i for i, t in enumerate(tangents) if t is not None]
+            exact = functools.partial(tangent, passes.plain_gradients)
+            return outputs, jvp_of(exact, again, inputs, [tangents[i] for i in again])
+
+        fast = functools.partial(tangent, passes.forward_gradients)
+        d = call(fast, next_rule, [*inputs, *(tangents[i] for i in moving)])
         return outputs, [x.astype(y.dtype) for x, y in zip(d, outputs, strict=True)]
 
-    return call(kernel, rule, leaves)
+    return call(flat(passes.gradients), rule, leaves)
 
 
 def _replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -137,7 +156,7 @@ def _replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any
     return [new.get(i, x) for i, x in enumerate(given)]
 
 
-def _jvp_of(
+def jvp_of(
     function: Callable[..., PyTree], moving: Sequence[int], given: Sequence[Any], tangents: list[Any]
 ) -> PyTree:
     """The tangent of ``function(given)`` for tangents of some of the arrays."""
@@ -225,7 +244,7 @@ def _jvp(
         given, moving = given[:known], tuple(moving[i - known] for i in kept)
         return value, _tangent.bind(*given, *(tangents[i] for i in kept), n=n, moving=moving, axes=axes, **rest)
     function = functools.partial(_evaluate, n=n, moving=moving, axes=axes, **rest)
-    return value, _jvp_of(function, kept, given, [tangents[i] for i in kept])
+    return value, jvp_of(function, kept, given, [tangents[i] for i in kept])
 
 
 def _batch(

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnops.kernels.calls import Values, call
+from attnops.kernels.derivatives import jvp_of
 from attnops.operations.flash.operands import (
     NativeArrays,
     add_transposed,
@@ -140,9 +142,54 @@ class _Sweep:
         return Gradients(add_transposed(plan, state.query, group, q_tile, d_q), d_k, d_v, d_bias)
 
 
-def backward(
+@dataclasses.dataclass(frozen=True)
+class _TangentSweep(_Sweep):
+    """Adds the tangents of gradients; the gradients themselves are not computed.
+
+    Attributes:
+        tangents: those of ``inputs`` and of the bias's arrays, laid out like these; None for zero.
+    """
+
+    tangents: Leaves
+
+    def add_tile(self, keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
+        def added(state: Gradients, *given: jax.Array) -> Gradients:
+            n = len(self.inputs)
+            arrays = self.arrays._replace(bias=given[n:])
+            sweep = _Sweep(self.plan, self.wants_bias, NativeInputs(*given[:n]), self.dtypes, arrays, self.numbers)
+            return sweep.add_tile(sweep.load_keys(index.group, index.kv_tile), index, state, masked)
+
+        moving = [0, *(1 + i for i, t in enumerate(self.tangents) if t is not None)]
+        # Gradients are added to the state, so that the tangent of the state is the sum of tangents.
+        tangents = [state, *(t for t in self.tangents if t is not None)]
+        found: Gradients = jvp_of(added, moving, [state, *self.inputs, *self.arrays.bias], tangents)
+        return found
+
+
+def with_tangents(
     plan: NativePlan, wants_bias: bool, inputs: NativeInputs, arrays: NativeArrays, schedule: NativeTileSchedule
 ) -> Gradients:
+    """`backward`, with forward mode. Both are `backward`'s loop."""
+    leaves, tree = jax.tree.flatten((inputs, arrays.bias, arrays._replace(bias=()), schedule))
+    n = len(inputs) + len(arrays.bias)
+    like = Gradients(*inputs[:3], inexact_leaves(arrays.bias) if wants_bias else ())
+
+    def function(*leaves: jax.Array, tangents: Leaves = ()) -> list[jax.Array]:
+        inputs, bias, rest, schedule = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(backward(plan, wants_bias, inputs, rest._replace(bias=bias), schedule, tangents))
+
+    def rule(outputs: Values, inputs: Values, tangents: Values) -> tuple[Values, Values]:
+        found = function(*inputs, tangents=tuple(tangents[:n]))
+        return outputs, [x.astype(y.dtype) for x, y in zip(found, outputs, strict=True)]
+
+    result: Gradients = jax.tree.unflatten(jax.tree.structure(like), call(function, rule, leaves))
+    return result
+
+
+def backward(
+    plan: NativePlan, wants_bias: bool, inputs: NativeInputs, arrays: NativeArrays, schedule: NativeTileSchedule,
+    tangents: Leaves = (),
+) -> Gradients:  # fmt: skip
     """The gradients of query, key, value and bias; O(T) temporaries.
 
     Args:
@@ -151,9 +198,19 @@ def backward(
         inputs: query, key and value, the cotangent of the output, and the statistics of the forward pass.
         arrays: the other arrays of the call.
         schedule: the active tiles, by tiles of keys.
+        tangents: of the inputs and of the bias's arrays, None for zero: the tangents of the gradients are returned.
     """
     numbers = numbers_of(plan.scoring, arrays)
+    if tangents:  # 16-bit floats would be packed as integers, which have no tangents
+        inputs = NativeInputs(*(x.astype(jnp.float32) for x in inputs))
     sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), NativeInputs(*(x.dtype for x in inputs)), arrays, numbers)
+    if tangents:
+        n = len(inputs)
+        moving = [i for i, t in enumerate(tangents[:n]) if t is not None]
+        given = [tangents[i].astype(jnp.float32) for i in moving]
+        packed = jvp_of(lambda *x: _pack(plan, NativeInputs(*x)), moving, inputs, given)
+        packed = [x if i in moving else None for i, x in enumerate(packed)]
+        sweep = _TangentSweep(**vars(sweep), tangents=(*packed, *tangents[n:]))
     # The gradients of a partial softmax are added to others, and so are not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
@@ -34,6 +33,19 @@ def call(function: Function, rule: Rule, arrays: Sequence[jax.Array]) -> Values:
     jaxpr = jax.make_jaxpr(function)(*arrays) if is_staged() else None
     result: Values = _call.bind(*arrays, function=function, rule=rule, jaxpr=jaxpr)
     return result
+
+
+def replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> Values:
+    """``given`` with values at some indices."""
+    new = dict(zip(indices, values, strict=True))
+    return [new.get(i, x) for i, x in enumerate(given)]
+
+
+def jvp_of(function: Callable[..., PyTree], given: Sequence[Any], tangents: Sequence[Any]) -> PyTree:
+    """The tangent of ``function(*given)`` for tangents of some of the arrays; None for zero."""
+    moving = [i for i, t in enumerate(tangents) if t is not None]
+    primals, tangents = ([x[i] for i in moving] for x in (given, tangents))
+    return jax.jvp(lambda *x: function(*replaced(given, moving, x)), primals, tangents)[1]
 
 
 def _evaluate(*arrays: jax.Array, function: Function, rule: Rule, jaxpr: PyTree) -> Values:
@@ -67,18 +79,13 @@ def _batch(
     return result, [0] * len(result)
 
 
-def _transpose(cotangents: Sequence[Any], *given: Any, **call: Any) -> Values:
-    unknown = [i for i, x in enumerate(given) if ad.is_undefined_primal(x)]
-    avals = [given[i].aval for i in unknown]
-    like = [jnp.zeros(x.aval.shape, x.aval.dtype) if ad.is_undefined_primal(x) else x for x in given]
-
-    def linear(*tangents: jax.Array) -> Values:
-        moving = dict(zip(unknown, tangents, strict=True))
-        return call["rule"](None, like, [moving.get(i) for i in range(len(given))])[1]
-
-    found = jax.linear_transpose(linear, *avals)([ad.instantiate_zeros(x) for x in cotangents])
-    moving = dict(zip(unknown, found, strict=True))
-    return [moving.get(i) for i in range(len(given))]
+def _transpose(cotangents: Sequence[Any], *given: Any, rule: Rule, **_: Any) -> Values:
+    """Of a call that is linear in the operands without a value, by its rule."""
+    linear, none = [i for i, x in enumerate(given) if ad.is_undefined_primal(x)], [None] * len(given)
+    avals = [given[i].aval for i in linear]
+    inputs = replaced(given, linear, [ad.instantiate_zeros(ad.Zero(aval)) for aval in avals])
+    pull_back = jax.linear_transpose(lambda *x: rule([], inputs, replaced(none, linear, x))[1], *avals)
+    return replaced(none, linear, pull_back([ad.instantiate_zeros(x) for x in cotangents]))
 
 
 _call.def_impl(_evaluate)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from attnops.kernels.calls import call
+from attnops.kernels.calls import Function, Values, call, jvp_of, replaced
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.softmax import Contribution
 from attnops.typing import PyTree
@@ -73,9 +73,7 @@ class Passes(abc.ABC):
     def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
         """The sum over the keys in plain JAX, sinks included, which JAX differentiates in O(T + S) memory."""
 
-    def plain_gradients(
-        self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs
-    ) -> list[jax.Array]:
+    def plain_gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> Values:
         """`gradients` by `contribution`, which JAX differentiates."""
         out, statistics, d_out, d_lse = given
         d_out = d_out.astype(jnp.float32)
@@ -83,9 +81,7 @@ class Passes(abc.ABC):
         contribution = functools.partial(_contribution, self, wanted, arrays, statistics)
         return list(jax.vjp(contribution, *(arrays[i] for i in wanted))[1](Contribution(d_out, d_weight)))
 
-    def forward_gradients(
-        self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs
-    ) -> list[jax.Array]:
+    def forward_gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> Values:
         """`plain_gradients` for forward mode alone, which may be faster."""
         return self.plain_gradients(wanted, arrays, given)
 
@@ -129,44 +125,28 @@ def gradients(
     """`Passes.gradients`, with derivatives of every order."""
     leaves, tree = jax.tree.flatten((arrays, given))
 
-    def flat(function: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array]]:
+    def flat(function: Function) -> Function:
         return lambda *given: function(wanted, *jax.tree.unflatten(tree, given))
 
-    def rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    def rule(outputs: Values, inputs: Values, tangents: Values) -> tuple[Values, Values]:
         moving, n = [i for i, t in enumerate(tangents) if t is not None], len(inputs)
+        dtypes = [x.dtype for x in outputs]
 
-        def tangent(function: Callable[..., list[jax.Array]], *given: jax.Array) -> list[jax.Array]:
-            return jvp_of(flat(function), moving, given[:n], list(given[n:]))
+        def tangent(function: Function, *given: jax.Array) -> Values:
+            found = jvp_of(flat(function), given[:n], replaced([None] * n, moving, given[n:]))
+            return [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
-        def next_rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
-            again = [i for i, t in enumerate(tangents) if t is not None]
-            exact = functools.partial(tangent, passes.plain_gradients)
-            return outputs, jvp_of(exact, again, inputs, [tangents[i] for i in again])
-
-        fast = functools.partial(tangent, passes.forward_gradients)
-        d = call(fast, next_rule, [*inputs, *(tangents[i] for i in moving)])
-        return outputs, [x.astype(y.dtype) for x, y in zip(d, outputs, strict=True)]
+        fast, plain = (functools.partial(tangent, f) for f in (passes.forward_gradients, passes.plain_gradients))
+        given = [*inputs, *(tangents[i] for i in moving)]
+        return outputs, call(fast, lambda outputs, *given: (outputs, jvp_of(plain, *given)), given)
 
     return call(flat(passes.gradients), rule, leaves)
-
-
-def _replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """``given`` with values at some indices."""
-    new = dict(zip(indices, values, strict=True))
-    return [new.get(i, x) for i, x in enumerate(given)]
-
-
-def jvp_of(
-    function: Callable[..., PyTree], moving: Sequence[int], given: Sequence[Any], tangents: list[Any]
-) -> PyTree:
-    """The tangent of ``function(given)`` for tangents of some of the arrays."""
-    return jax.jvp(lambda *x: function(*_replaced(given, moving, x)), [given[i] for i in moving], tangents)[1]
 
 
 def _contribution(
     passes: Passes, moving: Sequence[int], arrays: list[jax.Array], statistics: Statistics, *values: jax.Array
 ) -> Contribution:
-    return passes.contribution(_replaced(arrays, moving, values), *passes.logsumexp(statistics))
+    return passes.contribution(replaced(arrays, moving, values), *passes.logsumexp(statistics))
 
 
 # The tangents of output and logsumexp, linear in the tangents of the arrays ``moving``: a primitive, so that reverse
@@ -244,7 +224,7 @@ def _jvp(
         given, moving = given[:known], tuple(moving[i - known] for i in kept)
         return value, _tangent.bind(*given, *(tangents[i] for i in kept), n=n, moving=moving, axes=axes, **rest)
     function = functools.partial(_evaluate, n=n, moving=moving, axes=axes, **rest)
-    return value, jvp_of(function, kept, given, [tangents[i] for i in kept])
+    return value, jvp_of(function, given, [None if type(t) is ad.Zero else t for t in tangents])
 
 
 def _batch(

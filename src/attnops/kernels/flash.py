@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops.dropout import ShiftedKey
+from attnops.kernels.calls import Values
 from attnops.kernels.derivatives import Passes, Result, ReverseInputs, Statistics, attend, gradients
 from attnops.kernels.rules import inexact_vjp
 from attnops.masks import Mask
@@ -269,15 +270,14 @@ class FlashPasses(Passes):
     differentiable: int
 
     @classmethod
-    def of(
-        cls, backend: FlashBackend, call: FlashCall, plain: PlainBackend, constant: bool = True
-    ) -> tuple[FlashPasses, list[jax.Array]]:
-        """The passes of a call, and their arrays; those that are computed from others are ``constant``."""
+    def of(cls, backend: FlashBackend, call: FlashCall, plain: PlainBackend) -> tuple[FlashPasses, list[jax.Array]]:
+        """The passes of a call, and their arrays."""
         fitted = backend.fit(call)
         plan = backend.plan(fitted)
         given = fitted.query, fitted.key, fitted.value, fitted.bias, fitted.sinks
         rest = fitted.mask, fitted.dropout_key, backend.arrays(plan, fitted), backend.schedule(plan, fitted)
-        leaves, tree = jax.tree.flatten((given, jax.tree.map(_constant, rest) if constant else rest))
+        rest = rest if isinstance(backend, PlainBackend) else jax.tree.map(_constant, rest)
+        leaves, tree = jax.tree.flatten((given, rest))
         static = fitted.replace(query=None, key=None, value=None, bias=None, sinks=None, mask=None, dropout_key=None)
         passes = cls(backend, plan, static, plain, tree, len(jax.tree.leaves(given)))
         return passes, equally_varying(leaves)
@@ -323,10 +323,8 @@ class FlashPasses(Passes):
             d.append(d_arrays.sinks[0])
         return [d[i] for i in wanted]
 
-    def forward_gradients(
-        self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs
-    ) -> list[jax.Array]:
-        passes, arrays = FlashPasses.of(self.plain, self._call(arrays)[0], self.plain, constant=False)
+    def forward_gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> Values:
+        passes, arrays = FlashPasses.of(self.plain, self._call(arrays)[0], self.plain)
         lse, residual = self.logsumexp(given.statistics)
         statistics = lse, jax.lax.stop_gradient(residual)  # zeros as its tangent would cost products
         return passes.gradients(wanted, arrays, given._replace(statistics=statistics))
@@ -355,8 +353,8 @@ def partial(backend: FlashBackend, call: FlashCall, plain: PlainBackend) -> Part
 
 
 def partial_vjp(
-    backend: FlashBackend, call: FlashCall, plain: PlainBackend, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array,
-    d: Contribution,
+    backend: FlashBackend, call: FlashCall, plain: PlainBackend, wants_bias: bool, lse: jax.Array,
+    lse_residual: jax.Array, d: Contribution,
 ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:  # fmt: skip
     """The gradients of a call's `attnops.softmax.contribution`, from the logsumexp; runs no forward pass.
 

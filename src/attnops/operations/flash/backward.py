@@ -8,14 +8,16 @@ same order, so that the result is the same at every run. Scores are transposed, 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
-from attnops.kernels.calls import Values, call
-from attnops.kernels.derivatives import jvp_of
+from attnops.kernels.calls import jvp_of
 from attnops.operations.flash.operands import (
     NativeArrays,
     add_transposed,
@@ -35,7 +37,7 @@ from attnops.operations.flash.scoring import Numbers
 from attnops.operations.flash.tile import allowed, cap_and_bias_vjp, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
 from attnops.operations.flash.tile_schedule import NativeTileSchedule, for_active_tiles
-from attnops.typing import Leaf
+from attnops.typing import Leaf, PyTree
 
 
 class NativeInputs(NamedTuple):
@@ -142,53 +144,9 @@ class _Sweep:
         return Gradients(add_transposed(plan, state.query, group, q_tile, d_q), d_k, d_v, d_bias)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TangentSweep(_Sweep):
-    """Adds the tangents of gradients; the gradients themselves are not computed.
-
-    Attributes:
-        tangents: those of ``inputs`` and of the bias's arrays, laid out like these; None for zero.
-    """
-
-    tangents: Leaves
-
-    def add_tile(self, keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
-        def added(state: Gradients, *given: jax.Array) -> Gradients:
-            n = len(self.inputs)
-            arrays = self.arrays._replace(bias=given[n:])
-            sweep = _Sweep(self.plan, self.wants_bias, NativeInputs(*given[:n]), self.dtypes, arrays, self.numbers)
-            return sweep.add_tile(sweep.load_keys(index.group, index.kv_tile), index, state, masked)
-
-        moving = [0, *(1 + i for i, t in enumerate(self.tangents) if t is not None)]
-        # Gradients are added to the state, so that the tangent of the state is the sum of tangents.
-        tangents = [state, *(t for t in self.tangents if t is not None)]
-        found: Gradients = jvp_of(added, moving, [state, *self.inputs, *self.arrays.bias], tangents)
-        return found
-
-
-def with_tangents(
-    plan: NativePlan, wants_bias: bool, inputs: NativeInputs, arrays: NativeArrays, schedule: NativeTileSchedule
-) -> Gradients:
-    """`backward`, with forward mode. Both are `backward`'s loop."""
-    leaves, tree = jax.tree.flatten((inputs, arrays.bias, arrays._replace(bias=()), schedule))
-    n = len(inputs) + len(arrays.bias)
-    like = Gradients(*inputs[:3], inexact_leaves(arrays.bias) if wants_bias else ())
-
-    def function(*leaves: jax.Array, tangents: Leaves = ()) -> list[jax.Array]:
-        inputs, bias, rest, schedule = jax.tree.unflatten(tree, leaves)
-        return jax.tree.leaves(backward(plan, wants_bias, inputs, rest._replace(bias=bias), schedule, tangents))
-
-    def rule(outputs: Values, inputs: Values, tangents: Values) -> tuple[Values, Values]:
-        found = function(*inputs, tangents=tuple(tangents[:n]))
-        return outputs, [x.astype(y.dtype) for x, y in zip(found, outputs, strict=True)]
-
-    result: Gradients = jax.tree.unflatten(jax.tree.structure(like), call(function, rule, leaves))
-    return result
-
-
 def backward(
     plan: NativePlan, wants_bias: bool, inputs: NativeInputs, arrays: NativeArrays, schedule: NativeTileSchedule,
-    tangents: Leaves = (),
+    tangents: list[Leaf] | None = None,
 ) -> Gradients:  # fmt: skip
     """The gradients of query, key, value and bias; O(T) temporaries.
 
@@ -201,16 +159,8 @@ def backward(
         tangents: of the inputs and of the bias's arrays, None for zero: the tangents of the gradients are returned.
     """
     numbers = numbers_of(plan.scoring, arrays)
-    if tangents:  # 16-bit floats would be packed as integers, which have no tangents
-        inputs = NativeInputs(*(x.astype(jnp.float32) for x in inputs))
     sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), NativeInputs(*(x.dtype for x in inputs)), arrays, numbers)
-    if tangents:
-        n = len(inputs)
-        moving = [i for i, t in enumerate(tangents[:n]) if t is not None]
-        given = [tangents[i].astype(jnp.float32) for i in moving]
-        packed = jvp_of(lambda *x: _pack(plan, NativeInputs(*x)), moving, inputs, given)
-        packed = [x if i in moving else None for i, x in enumerate(packed)]
-        sweep = _TangentSweep(**vars(sweep), tangents=(*packed, *tangents[n:]))
+    add_tile = sweep.add_tile if tangents is None else _add_tangents(sweep, inputs, tangents)
     # The gradients of a partial softmax are added to others, and so are not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
@@ -220,7 +170,7 @@ def backward(
 
         def step(q_tile: Index, carry: Gradients, masked: bool) -> Gradients:
             index = plan.tile_index(group, q_tile, kv_tile, transposed=True)
-            return sweep.add_tile(keys, index, carry, masked)
+            return add_tile(keys, index, carry, masked)
 
         start = state._replace(
             key=zeros(inputs.q, (plan.problems_per_tile, plan.bk, plan.D)),
@@ -249,6 +199,25 @@ def backward(
     )
 
 
+def _add_tangents(sweep: _Sweep, inputs: NativeInputs, tangents: list[Leaf]) -> Callable[..., Gradients]:
+    """`_Sweep.add_tile` for the tangents of gradients; the gradients themselves are not computed."""
+    plan, arrays, n = sweep.plan, sweep.arrays, len(inputs)
+    packed = jvp_of(lambda *x: _pack(plan, NativeInputs(*x)), inputs, tangents[:n])
+    tangents = [None if t is None else x for t, x in zip(tangents, [*packed, *tangents[n:]], strict=True)]
+
+    def add_tile(keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
+        def added(state: Gradients, *given: jax.Array) -> Gradients:
+            inputs, bias = NativeInputs(*given[:n]), given[n:]
+            one = dataclasses.replace(sweep, inputs=inputs, arrays=arrays._replace(bias=bias))
+            return one.add_tile(one.load_keys(index.group, index.kv_tile), index, state, masked)
+
+        # Gradients are added to the state, so that the tangent of its sum with a tile's is the sum of their tangents.
+        result: Gradients = jvp_of(added, [state, *sweep.inputs, *arrays.bias], [state, *tangents])
+        return result
+
+    return add_tile
+
+
 def _pack(plan: NativePlan, inputs: NativeInputs) -> NativeInputs:
     # A fully masked row, and the ragged end, have weights exp(score − inf) = 0.
     lse = jnp.where(inputs.lse == -jnp.inf, jnp.inf, inputs.lse)
@@ -261,3 +230,18 @@ def _pack(plan: NativePlan, inputs: NativeInputs) -> NativeInputs:
         delta=pack_rows(plan, inputs.delta, fill=0.0),
         factor=pack_rows(plan, inputs.factor, fill=0.0),
     )
+
+
+# `backward`, which JAX differentiates in forward mode.
+with_tangents: Final = jax.custom_jvp(backward, nondiff_argnums=(0, 1))
+
+
+@functools.partial(with_tangents.defjvp, symbolic_zeros=True)
+def _(plan: NativePlan, wants_bias: bool, given: PyTree, tangents: PyTree) -> tuple[Gradients, Gradients]:
+    inputs, arrays, schedule, _ = given
+    moving = [None if isinstance(t, SymbolicZero) else t for t in (*tangents[0], *tangents[1].bias)]
+    # 16-bit floats would be packed as integers, which have no tangents.
+    n, wide = len(inputs), NativeInputs(*(x.astype(jnp.float32) for x in inputs))
+    moving[:n] = [None if t is None else t.astype(jnp.float32) for t in moving[:n]]
+    out, d = backward(plan, wants_bias, *given), backward(plan, wants_bias, wide, arrays, schedule, moving)
+    return out, jax.tree.map(lambda d, x: d.astype(x.dtype), d, out)

@@ -15,7 +15,6 @@ from jax import lax
 from attnops.kernels.flash import FlashCall, Operands, PlainBackend
 from attnops.masks.coverage import Coverage
 from attnops.operations.flash.backend import NativeFlash, call_once, coverage_of
-from attnops.operations.flash.backward import with_tangents
 from attnops.operations.flash.operands import NativeArrays, numbers_of, pack_rows, zeros
 from attnops.operations.flash.plan import NativePlan
 from attnops.operations.flash.tile import allowed, apply_cap_and_bias, dropout, zero_masked_tokens
@@ -26,8 +25,6 @@ from attnops.typing import Leaf
 
 class PlainFlash(NativeFlash, PlainBackend):
     """Native `flash` with what derivatives need other than those of reverse mode."""
-
-    sweep = staticmethod(with_tangents)
 
     def contribution(self, call: FlashCall, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
         """See `PlainBackend.contribution`; query, key, value, the bias's arrays and ``lse`` are differentiable."""
@@ -80,11 +77,11 @@ def _contribution(plan: NativePlan, operands: Operands, lse: jax.Array, lse_resi
         def step(state: Contribution, given: Leaf) -> tuple[Contribution, None]:
             k, v, cover, kv_tile = given
 
-            def add(state: Contribution) -> Contribution:
-                new = tile(q, lse, k, v, bias, (group, q_tile, kv_tile))
-                return Contribution(state.out + new.out, state.weight + new.weight)
+            def of_tile() -> Contribution:
+                return tile(q, lse, k, v, bias, (group, q_tile, kv_tile))
 
-            return lax.cond(cover != Coverage.EMPTY, add, lambda state: state, state), None
+            new = lax.cond(cover != Coverage.EMPTY, of_tile, lambda: start)
+            return Contribution(state.out + new.out, state.weight + new.weight), None
 
         start = Contribution(zeros(q, (*lse.shape, plan.Dv)), zeros(q, lse.shape))
         return lax.scan(step, start, (k, v, covers, jnp.arange(plan.nk)))[0]

@@ -176,6 +176,25 @@ def test_tangents_of_some_gradients(moving: tuple[int, ...], dtype: Any, toleran
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, float(jnp.abs(y).max())))
 
 
+@pytest.mark.slow
+def test_a_masked_score_without_a_finite_derivative_moves_nothing() -> None:
+    def tangents(largest: float) -> Any:
+        keys = jnp.abs(INPUTS[1][:, :T]).at[:, -1].set(largest)  # only the last query sees it
+
+        def run(query: jax.Array, factor: jax.Array) -> jax.Array:
+            bias = ScoreFn(lambda score, b, h, q, kv, factor: score + factor * jnp.exp(score), (factor,))
+            operation = OperationRegistry.create("flash", OperationMetadata(block_q=16, block_k=16))
+            output = operation(query, keys, INPUTS[2][:, :T], mask=Causal(), bias=bias)
+            return (output.attention_outputs[:, :-1] * D_OUT[:, :-1]).sum()
+
+        given = jnp.abs(INPUTS[0]).at[:, -1].set(0), jnp.float32(0.3)
+        return jax.jit(lambda: jax.jvp(jax.grad(run, (0, 1)), given, (TANGENTS[0], jnp.float32(1)))[1])()
+
+    for x, y in zip(tangents(1e3), tangents(0.0), strict=True):
+        x, y = (z[:, :-1] if z.ndim else z for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slopes(Bias):
     """A bias by key and by query, with a field that holds nothing."""

@@ -80,7 +80,7 @@ def _batch(
 
 
 def _transpose(cotangents: Sequence[Any], *given: Any, rule: Rule, **_: Any) -> Values:
-    """Of a call that is linear in the operands without a value, by its rule."""
+    """Of a call that is linear in the operands without a value: its rule is transposed, given no outputs."""
     linear, none = [i for i, x in enumerate(given) if ad.is_undefined_primal(x)], [None] * len(given)
     avals = [given[i].aval for i in linear]
     inputs = replaced(given, linear, [ad.instantiate_zeros(ad.Zero(aval)) for aval in avals])

@@ -10,7 +10,8 @@ so that with tangents of both at a fixed ``lse`` the tangents of attention and o
 
 Reverse mode transposes them, by the kernels that recompute the weights from the logsumexp (Dao 2023, arXiv:2307.08691):
 the gradients are the pullback of the sum for the cotangents ``d_out`` and ``d_lse − Σ d_out · out``. JAX differentiates
-the sum further. Residuals are the arrays, the output and the statistics of the softmax: O(T + S) memory.
+the sum further; the tangents of the gradients may have a loop of their own (`Passes.forward_gradients`), which reverse
+mode replaces by the sum's. Residuals are the arrays, the output and the statistics of the softmax: O(T + S) memory.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Passes(abc.ABC):
         return list(jax.vjp(contribution, *(arrays[i] for i in wanted))[1](Contribution(d_out, d_weight)))
 
     def forward_gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> Values:
-        """`plain_gradients` for forward mode alone, which may be faster."""
+        """`gradients` in plain JAX for forward mode alone, which may be faster than `plain_gradients`."""
         return self.plain_gradients(wanted, arrays, given)
 
     def logsumexp(self, statistics: Statistics) -> tuple[jax.Array, jax.Array]:

@@ -90,6 +90,7 @@ class _Sweep:
         dtypes: the dtypes of the inputs before they were packed.
         arrays: the other arrays of the call.
         numbers: the numbers of the call.
+        zeroed: whether masked scores are 0 for cap and bias: elsewhere a function may have no finite derivative.
     """
 
     plan: NativePlan
@@ -98,6 +99,7 @@ class _Sweep:
     dtypes: NativeInputs
     arrays: NativeArrays
     numbers: Numbers
+    zeroed: bool = False
 
     def load_keys(self, group: Index, kv_tile: Index) -> _Keys:
         plan = self.plan
@@ -122,6 +124,7 @@ class _Sweep:
         scores = self.numbers.scaled(plan.product(keys.k, q, 2, 2))  # [P, bk, R]
         pull_back = None
         if scoring.has_cap_or_bias:
+            scores = jnp.where(visible, scores, 0.0) if visible is not None and self.zeroed else scores
             slices = () if scoring.bias is None else scoring.bias.load(plan, self.arrays.bias, index)
             scores, pull_back = cap_and_bias_vjp(plan, self.numbers.cap, self.wants_bias, scores, slices, index)
         if visible is not None:
@@ -208,7 +211,7 @@ def _add_tangents(sweep: _Sweep, inputs: NativeInputs, tangents: list[Leaf]) -> 
     def add_tile(keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
         def added(state: Gradients, *given: jax.Array) -> Gradients:
             inputs, bias = NativeInputs(*given[:n]), given[n:]
-            one = dataclasses.replace(sweep, inputs=inputs, arrays=arrays._replace(bias=bias))
+            one = dataclasses.replace(sweep, inputs=inputs, arrays=arrays._replace(bias=bias), zeroed=True)
             return one.add_tile(one.load_keys(index.group, index.kv_tile), index, state, masked)
 
         # Gradients are added to the state, so that the tangent of its sum with a tile's is the sum of their tangents.

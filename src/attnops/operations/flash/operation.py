@@ -39,8 +39,8 @@ class FlashAttention(OperationImpl):
     Plugins subclass it for their platform, so that requests that they can't serve run here. With ``return_weights`` it
     runs `vanilla`, in O(B · H · T · S) memory.
 
-    Derivatives of every order and mode: reverse mode by the forward's kernels, forward mode and higher orders by
-    `attnops.operations.flash.contribution`, in plain JAX on every platform, in O(T + S) memory.
+    Derivatives of every order and mode: reverse mode by the forward's kernels, all others by
+    `attnops.operations.flash.contribution.PlainFlash`, in plain JAX on every platform, in O(T + S) memory.
     """
 
     computes: ClassVar[str | None] = ATTENTION

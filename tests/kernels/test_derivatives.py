@@ -152,7 +152,47 @@ def test_reverse_mode_runs_no_other_pass() -> None:
     gradient = all_gradients(call("flash"))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in INPUTS]
     assert "_contribution" not in str(jax.make_jaxpr(gradient)(*shapes))
-    assert "_contribution" in str(jax.make_jaxpr(lambda *x: jax.jvp(gradient, x, x))(*shapes))
+    assert "_contribution" not in str(jax.make_jaxpr(lambda *x: jax.jvp(gradient, x, x))(*shapes))
+    second = jax.grad(functools.partial(along, call("flash")))
+    assert "_contribution" in str(jax.make_jaxpr(second)(*shapes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moving", [(0,), (1, 2), (3, 4)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 3e-6), (jnp.bfloat16, 0.03)])
+def test_tangents_of_some_gradients(moving: tuple[int, ...], dtype: Any, tolerance: float) -> None:
+    def tangents(name: str, dtype: Any) -> Any:
+        attend, given = call(name), [jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in INPUTS]
+
+        def gradients(*values: jax.Array) -> Any:
+            new = dict(zip(moving, values, strict=True))
+            return jax.grad(lambda *x: loss(attend, *x), (0, 2, 3))(*(new.get(i, x) for i, x in enumerate(given)))
+
+        along = [jnp.asarray(TANGENTS[i], jnp.bfloat16).astype(dtype) for i in moving]
+        return jax.jit(lambda: jax.jvp(gradients, [given[i] for i in moving], along)[1])()
+
+    for x, y in zip(tangents("flash", dtype), tangents("vanilla", jnp.float32), strict=True):
+        assert x.dtype == dtype
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1.0, float(jnp.abs(y).max())))
+
+
+@pytest.mark.slow
+def test_a_masked_score_without_a_finite_derivative_moves_nothing() -> None:
+    def tangents(largest: float) -> Any:
+        keys = jnp.abs(INPUTS[1][:, :T]).at[:, -1].set(largest)  # only the last query sees it
+
+        def run(query: jax.Array, factor: jax.Array) -> jax.Array:
+            bias = ScoreFn(lambda score, b, h, q, kv, factor: score + factor * jnp.exp(score), (factor,))
+            operation = OperationRegistry.create("flash", OperationMetadata(block_q=16, block_k=16))
+            output = operation(query, keys, INPUTS[2][:, :T], mask=Causal(), bias=bias)
+            return (output.attention_outputs[:, :-1] * D_OUT[:, :-1]).sum()
+
+        given = jnp.abs(INPUTS[0]).at[:, -1].set(0), jnp.float32(0.3)
+        return jax.jit(lambda: jax.jvp(jax.grad(run, (0, 1)), given, (TANGENTS[0], jnp.float32(1)))[1])()
+
+    for x, y in zip(tangents(1e3), tangents(0.0), strict=True):
+        x, y = (z[:, :-1] if z.ndim else z for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

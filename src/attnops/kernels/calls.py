@@ -35,6 +35,19 @@ def call(function: Function, rule: Rule, arrays: Sequence[jax.Array]) -> Values:
     return result
 
 
+def replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> Values:
+    """``given`` with values at some indices."""
+    new = dict(zip(indices, values, strict=True))
+    return [new.get(i, x) for i, x in enumerate(given)]
+
+
+def jvp_of(function: Callable[..., PyTree], given: Sequence[Any], tangents: Sequence[Any]) -> PyTree:
+    """The tangent of ``function(*given)`` for tangents of some of the arrays; None for zero."""
+    moving = [i for i, t in enumerate(tangents) if t is not None]
+    primals, tangents = ([x[i] for i in moving] for x in (given, tangents))
+    return jax.jvp(lambda *x: function(*replaced(given, moving, x)), primals, tangents)[1]
+
+
 def _evaluate(*arrays: jax.Array, function: Function, rule: Rule, jaxpr: PyTree) -> Values:
     return function(*arrays) if jaxpr is None else core.jaxpr_as_fun(jaxpr)(*arrays)
 
@@ -66,8 +79,18 @@ def _batch(
     return result, [0] * len(result)
 
 
+def _transpose(cotangents: Sequence[Any], *given: Any, rule: Rule, **_: Any) -> Values:
+    """Of a call that is linear in the operands without a value: its rule is transposed, given no outputs."""
+    linear, none = [i for i, x in enumerate(given) if ad.is_undefined_primal(x)], [None] * len(given)
+    avals = [given[i].aval for i in linear]
+    inputs = replaced(given, linear, [ad.instantiate_zeros(ad.Zero(aval)) for aval in avals])
+    pull_back = jax.linear_transpose(lambda *x: rule([], inputs, replaced(none, linear, x))[1], *avals)
+    return replaced(none, linear, pull_back([ad.instantiate_zeros(x) for x in cotangents]))
+
+
 _call.def_impl(_evaluate)
 _call.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[_call] = _jvp
+ad.primitive_transposes[_call] = _transpose
 batching.primitive_batchers[_call] = _batch
 mlir.register_lowering(_call, mlir.lower_fun(_evaluate, multiple_results=True))

@@ -10,7 +10,8 @@ so that with tangents of both at a fixed ``lse`` the tangents of attention and o
 
 Reverse mode transposes them, by the kernels that recompute the weights from the logsumexp (Dao 2023, arXiv:2307.08691):
 the gradients are the pullback of the sum for the cotangents ``d_out`` and ``d_lse − Σ d_out · out``. JAX differentiates
-the sum further. Residuals are the arrays, the output and the statistics of the softmax: O(T + S) memory.
+the sum further; the tangents of the gradients may have a loop of their own (`Passes.forward_gradients`), which reverse
+mode replaces by the sum's. Residuals are the arrays, the output and the statistics of the softmax: O(T + S) memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from attnops.kernels.calls import call
+from attnops.kernels.calls import Function, Values, call, jvp_of, replaced
 from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.softmax import Contribution
 from attnops.typing import PyTree
@@ -73,6 +74,18 @@ class Passes(abc.ABC):
     def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
         """The sum over the keys in plain JAX, sinks included, which JAX differentiates in O(T + S) memory."""
 
+    def plain_gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> Values:
+        """`gradients` by `contribution`, which JAX differentiates."""
+        out, statistics, d_out, d_lse = given
+        d_out = d_out.astype(jnp.float32)
+        d_weight = d_lse if out is None else d_lse - (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+        contribution = functools.partial(_contribution, self, wanted, arrays, statistics)
+        return list(jax.vjp(contribution, *(arrays[i] for i in wanted))[1](Contribution(d_out, d_weight)))
+
+    def forward_gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> Values:
+        """`gradients` in plain JAX for forward mode alone, which may be faster than `plain_gradients`."""
+        return self.plain_gradients(wanted, arrays, given)
+
     def logsumexp(self, statistics: Statistics) -> tuple[jax.Array, jax.Array]:
         """The logsumexp and its rounding error, float32 [B, H, T]."""
         lse, lse_residual = statistics
@@ -113,41 +126,28 @@ def gradients(
     """`Passes.gradients`, with derivatives of every order."""
     leaves, tree = jax.tree.flatten((arrays, given))
 
-    def kernel(*given: jax.Array) -> list[jax.Array]:
-        return passes.gradients(wanted, *jax.tree.unflatten(tree, given))
+    def flat(function: Function) -> Function:
+        return lambda *given: function(wanted, *jax.tree.unflatten(tree, given))
 
-    def plain(*given: jax.Array) -> list[jax.Array]:
-        arrays, (out, statistics, d_out, d_lse) = jax.tree.unflatten(tree, given)
-        d_out = d_out.astype(jnp.float32)
-        d_weight = d_lse if out is None else d_lse - (d_out * out.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
-        contribution = functools.partial(_contribution, passes, wanted, arrays, statistics)
-        return list(jax.vjp(contribution, *(arrays[i] for i in wanted))[1](Contribution(d_out, d_weight)))
+    def rule(outputs: Values, inputs: Values, tangents: Values) -> tuple[Values, Values]:
+        moving, n = [i for i, t in enumerate(tangents) if t is not None], len(inputs)
+        dtypes = [x.dtype for x in outputs]
 
-    def rule(outputs: list[Any], inputs: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
-        moving = [i for i, t in enumerate(tangents) if t is not None]
-        d = _jvp_of(plain, moving, inputs, [tangents[i] for i in moving])
-        return outputs, [x.astype(y.dtype) for x, y in zip(d, outputs, strict=True)]
+        def tangent(function: Function, *given: jax.Array) -> Values:
+            found = jvp_of(flat(function), given[:n], replaced([None] * n, moving, given[n:]))
+            return [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
 
-    return call(kernel, rule, leaves)
+        fast, plain = (functools.partial(tangent, f) for f in (passes.forward_gradients, passes.plain_gradients))
+        given = [*inputs, *(tangents[i] for i in moving)]
+        return outputs, call(fast, lambda outputs, *given: (outputs, jvp_of(plain, *given)), given)
 
-
-def _replaced(given: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
-    """``given`` with values at some indices."""
-    new = dict(zip(indices, values, strict=True))
-    return [new.get(i, x) for i, x in enumerate(given)]
-
-
-def _jvp_of(
-    function: Callable[..., PyTree], moving: Sequence[int], given: Sequence[Any], tangents: list[Any]
-) -> PyTree:
-    """The tangent of ``function(given)`` for tangents of some of the arrays."""
-    return jax.jvp(lambda *x: function(*_replaced(given, moving, x)), [given[i] for i in moving], tangents)[1]
+    return call(flat(passes.gradients), rule, leaves)
 
 
 def _contribution(
     passes: Passes, moving: Sequence[int], arrays: list[jax.Array], statistics: Statistics, *values: jax.Array
 ) -> Contribution:
-    return passes.contribution(_replaced(arrays, moving, values), *passes.logsumexp(statistics))
+    return passes.contribution(replaced(arrays, moving, values), *passes.logsumexp(statistics))
 
 
 # The tangents of output and logsumexp, linear in the tangents of the arrays ``moving``: a primitive, so that reverse
@@ -225,7 +225,7 @@ def _jvp(
         given, moving = given[:known], tuple(moving[i - known] for i in kept)
         return value, _tangent.bind(*given, *(tangents[i] for i in kept), n=n, moving=moving, axes=axes, **rest)
     function = functools.partial(_evaluate, n=n, moving=moving, axes=axes, **rest)
-    return value, _jvp_of(function, kept, given, [tangents[i] for i in kept])
+    return value, jvp_of(function, given, [None if type(t) is ad.Zero else t for t in tangents])
 
 
 def _batch(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attnops.dropout import ShiftedKey
+from attnops.kernels.calls import Values
 from attnops.kernels.derivatives import Passes, Result, ReverseInputs, Statistics, attend, gradients
 from attnops.kernels.rules import inexact_vjp
 from attnops.masks import Mask
@@ -240,8 +241,12 @@ def _constant(x: Leaf) -> Leaf:
     return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
 
 
-# The contribution of a fitted call's keys in plain JAX, from the logsumexp and its rounding error, without sinks.
-Plain: TypeAlias = Callable[[FlashCall, jax.Array, jax.Array], Contribution]
+class PlainBackend(FlashBackend):
+    """Plain JAX: its ``gradients`` have forward mode."""
+
+    @abc.abstractmethod
+    def contribution(self, call: FlashCall, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
+        """``Σ exp(s − lse) · v`` and ``Σ exp(s − lse)`` over a fitted call's keys, after dropout; without sinks."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -260,18 +265,19 @@ class FlashPasses(Passes):
     backend: FlashBackend
     plan: BackendPlan
     call: FlashCall
-    plain: Plain
+    plain: PlainBackend
     tree: PyTree
     differentiable: int
 
     @classmethod
-    def of(cls, backend: FlashBackend, call: FlashCall, plain: Plain) -> tuple[FlashPasses, list[jax.Array]]:
+    def of(cls, backend: FlashBackend, call: FlashCall, plain: PlainBackend) -> tuple[FlashPasses, list[jax.Array]]:
         """The passes of a call, and their arrays."""
         fitted = backend.fit(call)
         plan = backend.plan(fitted)
         given = fitted.query, fitted.key, fitted.value, fitted.bias, fitted.sinks
         rest = fitted.mask, fitted.dropout_key, backend.arrays(plan, fitted), backend.schedule(plan, fitted)
-        leaves, tree = jax.tree.flatten((given, jax.tree.map(_constant, rest)))
+        rest = rest if isinstance(backend, PlainBackend) else jax.tree.map(_constant, rest)
+        leaves, tree = jax.tree.flatten((given, rest))
         static = fitted.replace(query=None, key=None, value=None, bias=None, sinks=None, mask=None, dropout_key=None)
         passes = cls(backend, plan, static, plain, tree, len(jax.tree.leaves(given)))
         return passes, equally_varying(leaves)
@@ -294,7 +300,7 @@ class FlashPasses(Passes):
 
     def contribution(self, arrays: list[jax.Array], lse: jax.Array, lse_residual: jax.Array) -> Contribution:
         call, _ = self._call(arrays)
-        out, weight = self.plain(call.replace(sinks=None), lse, lse_residual)
+        out, weight = self.plain.contribution(call.replace(sinks=None), lse, lse_residual)
         if call.sinks is not None:
             weight = weight + _sinks_weight(call.sinks.astype(jnp.float32)[None], lse, lse_residual)
         return Contribution(out, weight)
@@ -317,8 +323,14 @@ class FlashPasses(Passes):
             d.append(d_arrays.sinks[0])
         return [d[i] for i in wanted]
 
+    def forward_gradients(self, wanted: tuple[int, ...], arrays: list[jax.Array], given: ReverseInputs) -> Values:
+        passes, arrays = FlashPasses.of(self.plain, self._call(arrays)[0], self.plain)
+        lse, residual = self.logsumexp(given.statistics)
+        statistics = lse, jax.lax.stop_gradient(residual)  # zeros as its tangent would cost products
+        return passes.gradients(wanted, arrays, given._replace(statistics=statistics))
 
-def attention(backend: FlashBackend, call: FlashCall, plain: Plain) -> tuple[jax.Array, ...]:
+
+def attention(backend: FlashBackend, call: FlashCall, plain: PlainBackend) -> tuple[jax.Array, ...]:
     """The output [B, T, H, Dv], the logsumexp [B, H, T] float32, its rounding error and, if the call has
     ``max_logits``, the largest scores, float32 too.
 
@@ -334,15 +346,15 @@ def attention(backend: FlashBackend, call: FlashCall, plain: Plain) -> tuple[jax
     return out, *passes.logsumexp(statistics), *highest
 
 
-def partial(backend: FlashBackend, call: FlashCall, plain: Plain) -> PartialSoftmax:
+def partial(backend: FlashBackend, call: FlashCall, plain: PlainBackend) -> PartialSoftmax:
     """`attention` over some of the keys: nothing is rounded to the query's dtype."""
     out, lse, residual, *highest = attention(backend, call.replace(is_partial=True), plain)
     return PartialSoftmax(out, lse, jax.lax.stop_gradient(residual), *highest)
 
 
 def partial_vjp(
-    backend: FlashBackend, call: FlashCall, plain: Plain, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array,
-    d: Contribution,
+    backend: FlashBackend, call: FlashCall, plain: PlainBackend, wants_bias: bool, lse: jax.Array,
+    lse_residual: jax.Array, d: Contribution,
 ) -> tuple[jax.Array, jax.Array, jax.Array, PyTree]:  # fmt: skip
     """The gradients of a call's `attnops.softmax.contribution`, from the logsumexp; runs no forward pass.
 

@@ -13,11 +13,11 @@ from attnops.biases import Bias
 from attnops.dropout import dropout_seed, dropout_step
 from attnops.kernels.block_maps import map_shape, merged, ragged
 from attnops.kernels.derivatives import Result, Statistics
-from attnops.kernels.flash import FlashBackend, FlashCall, Operands, backward
+from attnops.kernels.flash import FlashBackend, FlashCall, Operands, PlainBackend, backward
 from attnops.masks.base import Mask
 from attnops.masks.blocks import block_map
 from attnops.masks.chosen import block_sizes
-from attnops.operations.flash.backward import NativeInputs
+from attnops.operations.flash.backward import NativeInputs, with_tangents
 from attnops.operations.flash.backward import backward as tiled_backward
 from attnops.operations.flash.forward import forward, from_arrays
 from attnops.operations.flash.operands import NativeArrays
@@ -131,7 +131,8 @@ class NativeFlash(FlashBackend):
         # each row's factor is applied to these instead.
         factor = jnp.exp(-lse_residual)  # [B, H, T]
         inputs = NativeInputs(query, key, value, d_out, lse, delta * factor, factor)
-        d = tiled_backward(plan, wants_bias, inputs, arrays, schedule[1])
+        run = with_tangents if isinstance(self, PlainBackend) else tiled_backward
+        d = run(plan, wants_bias, inputs, arrays, schedule[1])
         d_bias: PyTree = d.bias if wants_bias else None
         return d.query, d.key, d.value, NativeArrays(mask=None, bias=d_bias, sinks=None, seed=None, numbers=None)
 

@@ -8,12 +8,16 @@ same order, so that the result is the same at every run. Scores are transposed, 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
+from attnops.kernels.calls import jvp_of
 from attnops.operations.flash.operands import (
     NativeArrays,
     add_transposed,
@@ -33,7 +37,7 @@ from attnops.operations.flash.scoring import Numbers
 from attnops.operations.flash.tile import allowed, cap_and_bias_vjp, dropout, zero_masked_tokens
 from attnops.operations.flash.tile_bias import Leaves, inexact_leaves
 from attnops.operations.flash.tile_schedule import NativeTileSchedule, for_active_tiles
-from attnops.typing import Leaf
+from attnops.typing import Leaf, PyTree
 
 
 class NativeInputs(NamedTuple):
@@ -86,6 +90,7 @@ class _Sweep:
         dtypes: the dtypes of the inputs before they were packed.
         arrays: the other arrays of the call.
         numbers: the numbers of the call.
+        zeroed: whether masked scores are 0 for cap and bias: elsewhere a function may have no finite derivative.
     """
 
     plan: NativePlan
@@ -94,6 +99,7 @@ class _Sweep:
     dtypes: NativeInputs
     arrays: NativeArrays
     numbers: Numbers
+    zeroed: bool = False
 
     def load_keys(self, group: Index, kv_tile: Index) -> _Keys:
         plan = self.plan
@@ -118,6 +124,7 @@ class _Sweep:
         scores = self.numbers.scaled(plan.product(keys.k, q, 2, 2))  # [P, bk, R]
         pull_back = None
         if scoring.has_cap_or_bias:
+            scores = jnp.where(visible, scores, 0.0) if visible is not None and self.zeroed else scores
             slices = () if scoring.bias is None else scoring.bias.load(plan, self.arrays.bias, index)
             scores, pull_back = cap_and_bias_vjp(plan, self.numbers.cap, self.wants_bias, scores, slices, index)
         if visible is not None:
@@ -141,8 +148,9 @@ class _Sweep:
 
 
 def backward(
-    plan: NativePlan, wants_bias: bool, inputs: NativeInputs, arrays: NativeArrays, schedule: NativeTileSchedule
-) -> Gradients:
+    plan: NativePlan, wants_bias: bool, inputs: NativeInputs, arrays: NativeArrays, schedule: NativeTileSchedule,
+    tangents: list[Leaf] | None = None,
+) -> Gradients:  # fmt: skip
     """The gradients of query, key, value and bias; O(T) temporaries.
 
     Args:
@@ -151,9 +159,11 @@ def backward(
         inputs: query, key and value, the cotangent of the output, and the statistics of the forward pass.
         arrays: the other arrays of the call.
         schedule: the active tiles, by tiles of keys.
+        tangents: of the inputs and of the bias's arrays, None for zero: the tangents of the gradients are returned.
     """
     numbers = numbers_of(plan.scoring, arrays)
     sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), NativeInputs(*(x.dtype for x in inputs)), arrays, numbers)
+    add_tile = sweep.add_tile if tangents is None else _add_tangents(sweep, inputs, tangents)
     # The gradients of a partial softmax are added to others, and so are not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
@@ -163,7 +173,7 @@ def backward(
 
         def step(q_tile: Index, carry: Gradients, masked: bool) -> Gradients:
             index = plan.tile_index(group, q_tile, kv_tile, transposed=True)
-            return sweep.add_tile(keys, index, carry, masked)
+            return add_tile(keys, index, carry, masked)
 
         start = state._replace(
             key=zeros(inputs.q, (plan.problems_per_tile, plan.bk, plan.D)),
@@ -192,6 +202,25 @@ def backward(
     )
 
 
+def _add_tangents(sweep: _Sweep, inputs: NativeInputs, tangents: list[Leaf]) -> Callable[..., Gradients]:
+    """`_Sweep.add_tile` for the tangents of gradients; the gradients themselves are not computed."""
+    plan, arrays, n = sweep.plan, sweep.arrays, len(inputs)
+    packed = jvp_of(lambda *x: _pack(plan, NativeInputs(*x)), inputs, tangents[:n])
+    tangents = [None if t is None else x for t, x in zip(tangents, [*packed, *tangents[n:]], strict=True)]
+
+    def add_tile(keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
+        def added(state: Gradients, *given: jax.Array) -> Gradients:
+            inputs, bias = NativeInputs(*given[:n]), given[n:]
+            one = dataclasses.replace(sweep, inputs=inputs, arrays=arrays._replace(bias=bias), zeroed=True)
+            return one.add_tile(one.load_keys(index.group, index.kv_tile), index, state, masked)
+
+        # Gradients are added to the state, so that the tangent of its sum with a tile's is the sum of their tangents.
+        result: Gradients = jvp_of(added, [state, *sweep.inputs, *arrays.bias], [state, *tangents])
+        return result
+
+    return add_tile
+
+
 def _pack(plan: NativePlan, inputs: NativeInputs) -> NativeInputs:
     # A fully masked row, and the ragged end, have weights exp(score − inf) = 0.
     lse = jnp.where(inputs.lse == -jnp.inf, jnp.inf, inputs.lse)
@@ -204,3 +233,18 @@ def _pack(plan: NativePlan, inputs: NativeInputs) -> NativeInputs:
         delta=pack_rows(plan, inputs.delta, fill=0.0),
         factor=pack_rows(plan, inputs.factor, fill=0.0),
     )
+
+
+# `backward`, which JAX differentiates in forward mode.
+with_tangents: Final = jax.custom_jvp(backward, nondiff_argnums=(0, 1))
+
+
+@functools.partial(with_tangents.defjvp, symbolic_zeros=True)
+def _(plan: NativePlan, wants_bias: bool, given: PyTree, tangents: PyTree) -> tuple[Gradients, Gradients]:
+    inputs, arrays, schedule, _ = given
+    moving = [None if isinstance(t, SymbolicZero) else t for t in (*tangents[0], *tangents[1].bias)]
+    # 16-bit floats would be packed as integers, which have no tangents.
+    n, wide = len(inputs), NativeInputs(*(x.astype(jnp.float32) for x in inputs))
+    moving[:n] = [None if t is None else t.astype(jnp.float32) for t in moving[:n]]
+    out, d = backward(plan, wants_bias, *given), backward(plan, wants_bias, wide, arrays, schedule, moving)
+    return out, jax.tree.map(lambda d, x: d.astype(x.dtype), d, out)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops.kernels.flash import FlashCall, Operands
+from attnops.kernels.flash import FlashCall, Operands, PlainBackend
 from attnops.masks.coverage import Coverage
 from attnops.operations.flash.backend import NativeFlash, call_once, coverage_of
 from attnops.operations.flash.operands import NativeArrays, numbers_of, pack_rows, zeros
@@ -23,22 +23,18 @@ from attnops.softmax import Contribution
 from attnops.typing import Leaf
 
 
-def contribution(call: FlashCall, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
-    """``Σ exp(s − lse) · v`` and ``Σ exp(s − lse)`` over a call's keys, after dropout; without sinks.
+class PlainFlash(NativeFlash, PlainBackend):
+    """Native `flash` for derivatives other than those of reverse mode; its gradients have tangents."""
 
-    Args:
-        call: the call; query, key, value and the bias's arrays are differentiable.
-        lse: float32 [B, H, T]; differentiable.
-        lse_residual: the rounding error of ``lse``, float32 [B, H, T].
-    """
-    backend = NativeFlash()
-    call = backend.fit(call.replace(is_partial=True, max_logits=False))
-    plan = backend.plan(call)
-    operands = Operands(call.query, call.key, call.value, backend.arrays(plan, call), coverage_of(call, plan))
-    if plan.scoring.holds_function:
-        result: Contribution = call_once(functools.partial(_contribution, plan), (operands, lse, lse_residual))
-        return result
-    return _compiled(plan, operands, lse, lse_residual)
+    def contribution(self, call: FlashCall, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
+        """See `PlainBackend.contribution`; query, key, value, the bias's arrays and ``lse`` are differentiable."""
+        call = self.fit(call.replace(is_partial=True, max_logits=False))
+        plan = self.plan(call)
+        operands = Operands(call.query, call.key, call.value, self.arrays(plan, call), coverage_of(call, plan))
+        if plan.scoring.holds_function:
+            result: Contribution = call_once(functools.partial(_contribution, plan), (operands, lse, lse_residual))
+            return result
+        return _compiled(plan, operands, lse, lse_residual)
 
 
 def _contribution(plan: NativePlan, operands: Operands, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
@@ -81,11 +77,11 @@ def _contribution(plan: NativePlan, operands: Operands, lse: jax.Array, lse_resi
         def step(state: Contribution, given: Leaf) -> tuple[Contribution, None]:
             k, v, cover, kv_tile = given
 
-            def add(state: Contribution) -> Contribution:
-                new = tile(q, lse, k, v, bias, (group, q_tile, kv_tile))
-                return Contribution(state.out + new.out, state.weight + new.weight)
+            def of_tile() -> Contribution:
+                return tile(q, lse, k, v, bias, (group, q_tile, kv_tile))
 
-            return lax.cond(cover != Coverage.EMPTY, add, lambda state: state, state), None
+            new = lax.cond(cover != Coverage.EMPTY, of_tile, lambda: start)
+            return Contribution(state.out + new.out, state.weight + new.weight), None
 
         start = Contribution(zeros(q, (*lse.shape, plan.Dv)), zeros(q, lse.shape))
         return lax.scan(step, start, (k, v, covers, jnp.arange(plan.nk)))[0]

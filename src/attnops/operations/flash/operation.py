@@ -18,7 +18,7 @@ from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.request import AttentionRequest, Request, is_symbolic
 from attnops.kernels.flash import FlashBackend, FlashCall, attention, partial, partial_vjp
 from attnops.operations.flash.backend import NativeFlash
-from attnops.operations.flash.contribution import contribution
+from attnops.operations.flash.contribution import PlainFlash
 from attnops.operations.vanilla import VanillaAttention
 from attnops.output import OperationOutput
 from attnops.softmax import Contribution, PartialSoftmax
@@ -39,8 +39,8 @@ class FlashAttention(OperationImpl):
     Plugins subclass it for their platform, so that requests that they can't serve run here. With ``return_weights`` it
     runs `vanilla`, in O(B · H · T · S) memory.
 
-    Derivatives of every order and mode: reverse mode by the forward's kernels, forward mode and higher orders by
-    `attnops.operations.flash.contribution`, in plain JAX on every platform, in O(T + S) memory.
+    Derivatives of every order and mode: reverse mode by the forward's kernels, all others by
+    `attnops.operations.flash.contribution.PlainFlash`, in plain JAX on every platform, in O(T + S) memory.
     """
 
     computes: ClassVar[str | None] = ATTENTION
@@ -87,7 +87,7 @@ class FlashAttention(OperationImpl):
         backend = self.backend(forward)
         assert backend is not None
         call = FlashCall.of(self.metadata, query, key, value, options)
-        out, lse, _, *highest = attention(backend, call, contribution)
+        out, lse, _, *highest = attention(backend, call, PlainFlash())
         return OperationOutput(out, None, lse if options.get("return_lse") else None, *highest)
 
     def run_partial(self, forward: str, call: Call) -> PartialSoftmax:
@@ -95,7 +95,7 @@ class FlashAttention(OperationImpl):
         backend = self.backend(forward)
         if backend is None:
             return super().run_partial(forward, call)
-        return partial(backend, self._flash_call(call), contribution)
+        return partial(backend, self._flash_call(call), PlainFlash())
 
     def run_partial_vjp(
         self, forward: str, call: Call, wants_bias: bool, lse: jax.Array, lse_residual: jax.Array, d: Contribution
@@ -104,7 +104,7 @@ class FlashAttention(OperationImpl):
         backend = self.backend(forward)
         if backend is None:
             return super().run_partial_vjp(forward, call, wants_bias, lse, lse_residual, d)
-        return partial_vjp(backend, self._flash_call(call), contribution, wants_bias, lse, lse_residual, d)
+        return partial_vjp(backend, self._flash_call(call), PlainFlash(), wants_bias, lse, lse_residual, d)
 
     def _flash_call(self, call: Call) -> FlashCall:
         query, key, value = call.args

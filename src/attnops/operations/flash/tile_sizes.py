@@ -35,7 +35,8 @@ WIDE_BFLOAT16: Final = NativeTileSizes(512, 256, 1 << 19)
 _SHORT: Final = 256
 
 # Tiles of smaller blocks have several. With one block of eight chosen, T = 16,384, such tiles of blocks of 512, 128 and
-# 64 tokens take 1.06, 1.22 and 1.77 times an eighth of the time of all scores; tiles of 512 tokens 1.06, 10 and 12.
+# 64 tokens take 1.0, 1.1 and 1.5 times an eighth of the CPU time of all scores; tiles of 512 tokens 1.0, 10 and 12.
+# Loading several chosen tiles of keys for one product is not faster.
 _FEWEST: Final = 64
 
 # Tile sizes are multiples of this: 16 float32 fill the widest vector register.

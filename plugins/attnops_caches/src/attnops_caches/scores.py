@@ -220,8 +220,8 @@ def _varies(mask: Mask) -> bool:
         shape = getattr(getattr(mask, name, None), "shape", ())
         by_query = isinstance(mask, (At, AtSlots)) and name.endswith("_positions")
         varies |= not by_query and any(
-            size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
-        )  # fmt: skip
+            (size != 1 or letters == "b") and letter != "h" for size, letter in zip(shape, letters, strict=False)
+        )  # fmt: skip; one length is not that of each tile: `Lengths` has no size 1 for all rows
     return varies or mask.axes is None or any(_varies(x) for x in masks_in(mask) if not isinstance(x, Slots))
 
 

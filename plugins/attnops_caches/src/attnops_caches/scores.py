@@ -214,13 +214,13 @@ def _picked(values: jax.Array, b: Index, index: Index) -> jax.Array:
 
 
 def _varies(mask: Mask) -> bool:
-    """Whether a bound mask depends on batch, query or key by more than their positions."""
+    """Whether a bound mask depends on batch, query or key by more than positions; `Lengths` of one row does too."""
     varies = False
     for name, letters in (mask.axes or {}).items():
         shape = getattr(getattr(mask, name, None), "shape", ())
         by_query = isinstance(mask, (At, AtSlots)) and name.endswith("_positions")
         varies |= not by_query and any(
-            size != 1 and letter != "h" for size, letter in zip(shape, letters, strict=False)
+            (size != 1 or letters == "b") and letter != "h" for size, letter in zip(shape, letters, strict=False)
         )  # fmt: skip
     return varies or mask.axes is None or any(_varies(x) for x in masks_in(mask) if not isinstance(x, Slots))
 

@@ -254,3 +254,45 @@ def test_a_step_writes_in_place_and_attends() -> None:
     np.testing.assert_allclose(result.attention_outputs, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(written.store.key, after.store.key)
     assert written.store.key.unsafe_buffer_pointer() == pointer
+
+
+def test_a_cache_of_one_row_takes_packed_rows_with_lengths() -> None:
+    cache = filled(dense(batch=1, length=8, kv_heads=1, head_dim=4, **F32), [6])
+    query = np.zeros((1, 3, 2, 4), np.float32)
+    _, lse, _ = attend(query, cache, Lengths([5]), rows=Rows([0, 3], [0]))
+    np.testing.assert_allclose(lse, np.log(5), rtol=1e-6)
+
+
+def of_int8(dtype: Any, tokens: int, head_dim: int) -> Any:
+    """A cache of int8 with all its slots in use, keys and values in steps of 1 / 32."""
+    scale = np.float32(1 / 32)
+    create = dense(
+        batch=1, length=tokens, kv_heads=1, head_dim=head_dim, dtype=dtype, codec=Quantized("int8", "tensor"),
+        key_scale=scale, value_scale=scale,
+    )  # fmt: skip
+    cache, rng = filled(create, [tokens]), np.random.default_rng(3)
+    changes = {name: rng.integers(-127, 128, cache.store.key.shape).astype(np.int8) for name in ("key", "value")}
+    store = dataclasses.replace(cache.store, **changes, key_scale=scale, value_scale=scale)
+    return dataclasses.replace(cache, store=store)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_int8_keeps_small_features_beside_a_large_one(dtype: Any) -> None:
+    cache = of_int8(dtype, 100, 64)
+    cache.store.key[..., 0] = 0
+    query = np.random.default_rng(4).uniform(-2, 2, (1, 1, 1, 64))
+    query[..., 0] = 30_000
+    found, wanted = attend(query, cache, Causal()), exact(query, cache)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=2 * 4 * eps)
+    np.testing.assert_allclose(found[1], wanted[1], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_int8_keeps_small_weights_beside_a_large_one(dtype: Any) -> None:
+    cache = of_int8(dtype, 256, 16)
+    cache.store.key[:] = 0
+    cache.store.key[:, :, 0] = 32
+    cache.store.value[:] = 32
+    query = np.full((1, 1, 1, 16), 11.15 / 4)  # weights of e^−11.15, less than half of 1 / 32,767
+    np.testing.assert_allclose(attend(query, cache, Causal())[0], 1, rtol=0, atol=2 * float(jnp.finfo(dtype).eps))

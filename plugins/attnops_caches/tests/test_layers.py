@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -106,6 +107,20 @@ def test_a_step_of_all_layers_copies_no_cache(kind: str, kv_heads: int, dtype: s
     assert memory is not None
     assert memory.alias_size_in_bytes == size
     assert memory.temp_size_in_bytes < cache.store.key.nbytes / 8 / B  # less than the keys of one row of one layer
+
+
+@pytest.mark.slow
+def test_a_traced_layer_below_0_is_counted_from_the_last() -> None:
+    cache = create("pages", L)
+    key = jnp.asarray(np.random.default_rng(0).integers(-99, 99, cache.store.key.shape), jnp.int8)
+    store = dataclasses.replace(cache.store, key=key, key_scale=jnp.ones_like(cache.store.key_scale))
+    cache = dataclasses.replace(cache, store=store, lengths=jnp.full((L, B), 7, jnp.int32))
+    op = OperationRegistry.create("flash")
+    lse = jax.jit(lambda query, layer: op(query, cache.layer(layer), return_lse=True).logsumexp)
+    query = jnp.ones((B, 1, H, D))
+    found = [np.asarray(lse(query, layer)) for layer in range(-L, L)]
+    np.testing.assert_array_equal(found[:L], found[L:])
+    assert np.abs(found[0] - found[1]).max() > 1
 
 
 def test_what_has_no_layer_axis_is_refused() -> None:

@@ -130,7 +130,8 @@ class Store:
         names = () if self.layout.has_token_scales else ("key_scale", "value_scale")
         scales: Any = {name: x for name in names if (x := getattr(self, name)) is not None}
         scales = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), scales)
-        return dataclasses.replace(self, **scales, layer=jnp.asarray(layer, jnp.int32))
+        layer = jnp.asarray(layer, jnp.int32)  # from the last if negative, as for the arrays that are sliced above
+        return dataclasses.replace(self, **scales, layer=jnp.where(layer < 0, layer + self.key.shape[0], layer))
 
     def flat_blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks as they are read, without a layer axis: the blocks of all layers one after the other.

@@ -158,6 +158,24 @@ def test_reverse_mode_runs_no_other_pass() -> None:
 
 
 @pytest.mark.slow
+def test_the_transpose_of_reverse_mode_is_forward_mode() -> None:
+    attend, sizes = call("flash"), np.float32([1, -2])
+
+    def jvp(*tangents: jax.Array) -> Any:
+        pull_back = jax.vjp(lambda *x: attend(*x)[0], *INPUTS)[1]
+        return jax.linear_transpose(pull_back, D_OUT)(tangents)[0]
+
+    @jax.jit
+    def run() -> Any:
+        mapped = jax.vmap(lambda size: jvp(*(size * t for t in TANGENTS)))(sizes)
+        return jvp(*TANGENTS), mapped, jax.jvp(lambda *x: attend(*x)[0], INPUTS, TANGENTS)[1]
+
+    one, mapped, wanted = run()
+    np.testing.assert_allclose(one, wanted, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(mapped, sizes[:, None, None, None, None] * wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moving", [(0,), (1, 2), (3, 4)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 3e-6), (jnp.bfloat16, 0.03)])
 def test_tangents_of_some_gradients(moving: tuple[int, ...], dtype: Any, tolerance: float) -> None:

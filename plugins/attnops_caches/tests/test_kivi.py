@@ -257,12 +257,12 @@ def test_nan_reaches_no_other_row_head_channel_or_group(bad: float) -> None:
 @pytest.mark.slow
 def test_equal_and_extreme_keys() -> None:
     """Channels that have one number are exact; the greatest numbers of a dtype stay finite, and within the bound."""
-    for dtype in ("bfloat16", "float16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         largest = float(jnp.finfo(dtype).max)
         key, value = (jnp.asarray(np.clip(x / 30, -1, 1) * largest, dtype) for x in tokens(117))
         key = key.at[..., 0].set(-largest).at[..., 1].set(0).at[:, ::2, :, 2].set(largest)
         read = append(create(dtype=dtype), key, value, LENGTHS).read()
-        assert np.isfinite(np.asarray(read.keys[0, :117], np.float64)).all()
+        assert np.isfinite(np.asarray(read.keys[0, :117], np.float64)).all(), dtype
         np.testing.assert_array_equal(read.keys[0, :117, :, :2], key[0, :, :, :2])
         wide, found = (np.asarray(x[0, :32], np.float64) for x in (key, read.keys))
         allowed = (wide.max(0) - wide.min(0)) / 28 + np.abs(wide) * float(jnp.finfo(dtype).eps)

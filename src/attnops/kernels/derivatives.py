@@ -131,7 +131,7 @@ def gradients(
 
     def rule(outputs: Values, inputs: Values, tangents: Values) -> tuple[Values, Values]:
         moving, n = [i for i, t in enumerate(tangents) if t is not None], len(inputs)
-        dtypes = [x.dtype for x in outputs]
+        dtypes = [x.dtype for x in outputs or jax.eval_shape(flat(passes.gradients), *inputs)]
 
         def tangent(function: Function, *given: jax.Array) -> Values:
             found = jvp_of(flat(function), given[:n], replaced([None] * n, moving, given[n:]))

@@ -44,8 +44,12 @@ class KiviCache(Cache):
     token and head, as in `Quantized`. The newest R keys of a row are read as they were appended.
 
     The error of an element of an older key is at most half a step, ``(max - min) / 28`` of its channel in its group,
-    left padding left out; that of a value is ``max|x| / 14`` of its token's head. What is read is rounded to the
-    cache's dtype. NaN or infinity in a key makes its channel NaN in the older keys of its group and kv head.
+    left padding left out; that of a value is ``max|x| / 14`` of its token's head. What is read is computed in float32,
+    and rounded to the cache's dtype. A channel whose step would be below ``2 ** -126`` is read as its middle, which a
+    CPU may take for 0 below ``2 ** -125``. NaN or infinity in a key makes its channel NaN in the older keys of its
+    group and kv head.
+
+    Queries see the cache after an append: of a prompt that is longer than R, also its own older keys in 4 bits.
 
     A key is quantised once; but where `truncate` leaves a row more than ``R - G + 1`` tokens shorter than it has ever
     been, the keys of its last group may be those that were read, and are quantised again: their errors add up.
@@ -256,4 +260,7 @@ def _encode(keys: jax.Array, is_real: jax.Array) -> tuple[jax.Array, jax.Array, 
     high = jnp.where(is_real, keys, -jnp.inf).max(1, keepdims=True)
     middle, scale = jnp.where(is_real.any(), low / 2 + high / 2, 0.0), (high / 2 - low / 2) / largest
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0.0, scale)  # as in `Quantized.encode`
+    # Rounded up, the greatest numbers would be infinite.
+    is_huge = jnp.abs(middle) + largest * scale > (1 - 1e-6) * float(jnp.finfo(jnp.float32).max)
+    scale = jnp.where(is_huge, (1 - 1e-6) * scale, scale)
     return _CODEC.encode(jnp.where(is_real, keys - middle, 0.0), scale)[0], scale, middle

@@ -52,6 +52,7 @@ PROBLEMS: Final = {
     # Measured for attnops-tpu only.
     "32 packed sequences, 8k": (8192, "packed"),
     "1 of 8 blocks of 512, 16k": (16384, "blocks"),
+    "full 16k": (16384, "full"),
 }
 SCREENED: Final = (4096, "causal")
 # HBM bytes per cycle and core: the published bandwidth divided by the clock at which the matrix units reach the

@@ -35,12 +35,13 @@ os.environ["ATTNOPS_TRITON_CACHE"] = ""  # otherwise a second run would compile 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal
+from attnops.masks import Blocks, Causal
 from attnops_triton.aot import compile_for, kernels
 from attnops_triton.flash import tile_sizes
 from attnops_triton.flash.order import unordered
@@ -52,6 +53,8 @@ HEAD_DIMS = ("64", "80", "96", "128", "192/128", "256", "576/512")
 # The instructions of the step over one tile that are shown.
 SHOWN = ("HGMMA", "HMMA", "UTCHMMA", "FFMA", "FMUL", "FADD", "FSEL", "MUFU", "LDGSTS", "BAR", "LDL", "STL")
 LENGTH, HEADS = 4096, 8
+# Blocks: one of eight blocks of 512 keys for each block of queries.
+MASKS = {"causal": Causal(), "none": None, "blocks": Blocks(np.arange(8)[None, None, :, None], 512, 512)}
 # Per cycle and multiprocessor: multiplications of 16-bit matrices; special functions; instructions.
 MULTIPLICATIONS = {"sm_80": 1024, "sm_90": 2048, "sm_100": 4096}
 SPECIAL, ISSUED = 16, 4
@@ -115,7 +118,7 @@ def flash_attention(arch: str, head_dim: str, masked: bool) -> list[dict[str, An
     return rows
 
 
-def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str, Any]]:
+def measure(arch: str, head_dim: str, dtype: str, mask: str) -> list[dict[str, Any]]:
     """A row for each kernel of forward and backward."""
     D, Dv = (int(x) for x in (head_dim.split("/") * 2)[:2])
     operation = OperationRegistry.create(
@@ -123,8 +126,7 @@ def measure(arch: str, head_dim: str, dtype: str, masked: bool) -> list[dict[str
     )
 
     def both(*qkv: jax.Array) -> Any:
-        mask = Causal() if masked else None
-        out, pull_back = jax.vjp(lambda *x: operation(*x, mask=mask).attention_outputs, *qkv)
+        out, pull_back = jax.vjp(lambda *x: operation(*x, mask=MASKS[mask]).attention_outputs, *qkv)
         return out, pull_back(out)
 
     q, v = (jax.ShapeDtypeStruct((1, LENGTH, HEADS, d), jnp.dtype(dtype)) for d in (D, Dv))
@@ -161,7 +163,7 @@ def main(
     head_dim: Annotated[list[str] | None, typer.Option(help="D, or D/Dv; may repeat.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     tiles: Annotated[str, typer.Option(help="bq,bk,warps,stages for all kernels, instead of the table's.")] = "",
-    masked: Annotated[bool, typer.Option(help="Causal; else nothing is masked.")] = True,
+    mask: Annotated[str, typer.Option(help=f"One of {', '.join(MASKS)}.")] = "causal",
     json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
 ) -> None:
     """Compile the kernels, and print their figures."""
@@ -175,19 +177,15 @@ def main(
     rows = []
     for architecture in arch or SHARED_MEMORY:
         for dim in head_dim or HEAD_DIMS:
-            rows += measure(architecture, dim, dtype, masked)
+            rows += measure(architecture, dim, dtype, mask)
             if any(row["specialised"] for row in rows[-3:]):
                 if architecture == "sm_90":
                     with unordered():
-                        rows += [
-                            row for row in measure(architecture, dim, dtype, masked) if row["kernel"] == "backward"
-                        ]
+                        rows += [row for row in measure(architecture, dim, dtype, mask) if row["kernel"] == "backward"]
                 with without_specialised():
-                    rows += measure(architecture, dim, dtype, masked)
-                rows += flash_attention(architecture, dim, masked)
-    table = Table(
-        title=f"{dtype}, {LENGTH} tokens, {'causal' if masked else 'no mask'}; the step is over one FULL tile"
-    )
+                    rows += measure(architecture, dim, dtype, mask)
+                rows += flash_attention(architecture, dim, mask == "causal")
+    table = Table(title=f"{dtype}, {LENGTH} tokens, mask: {mask}; the step is over one FULL tile")
     names = dict.fromkeys(name for row in rows for name in row if name not in ("dtype", "shared_limit"))
     shown = [name for name in names if any(row.get(name) for row in rows)]
     for name in shown:

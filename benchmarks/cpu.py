@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from decode import KERNEL, NATIVE, has_kernel
 from jax import lax
 from rich.console import Console
 from rich.progress import Progress
@@ -44,6 +44,9 @@ from attnops_testing.bench import (
 from attnops_testing.bench.truth import Truth
 
 PEERS = ("jax.nn", "torch")
+NATIVE = "attnops:flash"
+# The operations of the causal table, and their columns.
+CONTENDERS = {NATIVE: "flash"} | ({"attnops-cpu:flash": "kernel"} if importlib.util.find_spec("attnops_cpu") else {})
 # The goals: flash is at least as fast as jax.nn and torch at any length; at T = 4,096 it is this many times as fast as
 # jax.nn, forward and forward + backward; ...
 AT_4096 = {False: 5.0, True: 7.0}
@@ -98,7 +101,7 @@ def causal(sizes: Sizes) -> Iterator[dict[str, Any]]:
                 for backward, name in PASSES.items():
                     case = Case(length=length, head_dim=head_dim, dtype=dtype, mask=Causal(), backward=backward,
                                 memory_limit=MEMORY_LIMIT)  # fmt: skip
-                    names = {NATIVE: "flash", **({KERNEL: "kernel"} if has_kernel() else {}), **{p: p for p in PEERS}}
+                    names = CONTENDERS | {p: p for p in PEERS}
                     entries = [
                         (case, dataclasses.replace(contender, name=name))
                         for name, contender in zip(names.values(), find([*names]), strict=True)

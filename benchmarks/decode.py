@@ -181,9 +181,8 @@ def decode(batch: int, length: int, used: int, dtype: str) -> dict[str, Any]:
     cases = {name: first if name == "dense" else first.over(cache) for name, cache in caches.items()}
     # Entries that read the same arrays do not follow one another, so that these are not in the processor's caches.
     entries: list[Entry] = [(name, case, operation(NATIVE)) for name, case in cases.items()]
-    if has_kernel():  # which does not read int4 in place
-        kernel = {name: case for name, case in cases.items() if "int4" not in name}
-        entries += [(f"{name} kernel", case, operation(KERNEL)) for name, case in kernel.items()]
+    if has_kernel():
+        entries += [(f"{name} kernel", case, operation(KERNEL)) for name, case in cases.items()]
     entries += [(name, first, PEERS[name].contender) for name in COMPARED if PEERS[name].installed]
     entries += [(f"{name} floor", case, Contender("floor", floor)) for name, case in cases.items()]
     entries += [(f"{name} read", cases[name], reading()) for name in ("dense", *INTEGERS) if name in cases]

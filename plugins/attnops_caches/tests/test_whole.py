@@ -113,14 +113,12 @@ def test_what_is_not_finite_in_a_slot_that_nothing_sees_is_left_out(hidden: floa
 
 
 @pytest.mark.slow
-def test_bfloat16_biases_many_queries_and_wide_keys_are_computed_in_tiles(called: list[str]):
-    for dtype, T, D, options in (
-        ("bfloat16", 1, 16, {}), ("float32", 12, 16, {}), ("float32", 1, 16, {"bias": True}), ("float32", 1, 80, {}),
-    ):  # fmt: skip
-        cache = DenseCache.create(batch=1, length=64, kv_heads=2, head_dim=D, dtype=dtype)
+def test_bfloat16_biases_and_many_queries_are_computed_in_tiles(called: list[str]):
+    for dtype, T, options in (("bfloat16", 1, {}), ("float32", 12, {}), ("float32", 1, {"bias": True})):
+        cache = DenseCache.create(batch=1, length=64, kv_heads=2, head_dim=16, dtype=dtype)
         cache = dataclasses.replace(cache, lengths=jnp.array([64], jnp.int32))
         given = {name: jnp.zeros((1, 1, T, 64)) for name in options}
-        FLASH(jnp.ones((1, T, 2, D), dtype), cache, mask=Causal(), **given)
+        FLASH(jnp.ones((1, T, 2, 16), dtype), cache, mask=Causal(), **given)
     assert not called
 
 

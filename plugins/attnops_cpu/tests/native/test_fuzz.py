@@ -93,7 +93,7 @@ def build(kernel: str, isa: str, flags: tuple[str, ...], folder: Path) -> Path:
     assert compiler is not None, "building attnops-cpu needs a C++ compiler"
     program = folder / "fuzz"
     sources = [ROOT / f"tests/native/{kernel}_fuzz.cc", ROOT / "native/memory.cc"]
-    options = ["-std=c++17", "-O1", "-g", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+    options = ["-std=c++17", "-O1", "-g1", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
                "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-DATTNOPS_ISA={isa}"]  # fmt: skip
     subprocess.run([compiler, *options, *flags, f"-I{ROOT / 'native'}", *sources, "-o", program], check=True)
     return program

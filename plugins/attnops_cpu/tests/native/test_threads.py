@@ -21,7 +21,16 @@ def build(folder: Path, *options: str) -> Path:
     assert compiler is not None, "building attnops-cpu needs a C++ compiler"
     sources = [ROOT / "tests/native/threads.cc", ROOT / "native/isa_baseline.cc", ROOT / "native/memory.cc"]
     program = folder / "threads"
-    flags = ["-std=c++17", "-O1", "-g", "-w", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g1",
+        "-w",
+        "-pthread",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-ffp-contract=fast",
+    ]
     subprocess.run([compiler, *flags, *options, f"-I{ROOT / 'native'}", *sources, "-o", program], check=True)
     return program
 

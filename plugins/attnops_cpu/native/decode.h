@@ -37,10 +37,10 @@ struct DecodeCall {
   Scales scales;
   const float *key_scale, *value_scale;  // [1], [K] or [all blocks, K, n]
 
-  Stored dtype;        // of query and output
+  Stored dtype, out_dtype;  // of the query, and of the output: the same or float32
   const char* query;   // [B, T, H, D]
   char* out;           // [B, T, H, Dv]
-  float *lse, *highest;  // [B, H, T] the logsumexp and the largest score, each or null
+  float *lse, *residual, *highest;  // [B, H, T] the logsumexp, its rounding error, the largest score, each or null
 
   const int32_t* packed;     // [T] which row each query of packed rows is of, none for other numbers; else null
   const int32_t* positions;  // of queries [B, T]; below 0 for padding
@@ -51,7 +51,8 @@ struct DecodeCall {
   int64_t bits_b, bits_h, bits_t;  // strides, 0 where the size is 1
   const float* bias;    // [1 or B, 1 or H, 1 or T, 1 or S], added to scores, or null
   int64_t bias_b, bias_h, bias_t, bias_s;
-  const float* sinks;   // [H], or null
+  const float* sinks;   // [1 or B, H], or null
+  int64_t sinks_b;
   float scale, cap;     // cap: 0 for none
 };
 

@@ -81,6 +81,7 @@ ffi::Error decode(ffi::ThreadPool pool, Array query, Array key, Array value, Arr
   if (static_cast<int64_t>(ffi::ByteWidth(key.element_type())) != size) return wrong("key's dtype is not what is stored");
   if (!dtype_of(query, &c.dtype) || out->element_type() != query.element_type() || !is_shape(*out, {batch, c.T, c.H, c.Dv}))
     return wrong("query and output must be float32, bfloat16 or float16, [B, T, H, D]");
+  c.out_dtype = c.dtype;
   c.key = data<char>(key), c.key_stride = width * size, c.key_count = key_width * size, c.value_count = value_width * size;
   if (width < key_width) return wrong("key has too few features");
   if (value_first >= 0) {

@@ -44,6 +44,7 @@ struct ForwardCall {
   void* out;  // [B, T, H, Dv]
   float *lse, *residual;  // [B, H, T]
   float* max_logits;  // [B, H, T]; null if not asked for
+  bool in_place;      // by the kernel over caches, which packs nothing: without dropout, and with a float32 bias or none
 };
 
 struct BackwardCall {

@@ -132,7 +132,7 @@ static ffi::Error scoring_of(ATTNOPS_SHARED_PARAMETERS, Scoring* s, Float* type)
   query, key, value, tiles, bits, q_ids, kv_ids, bias, dropout, sinks, scale, cap, low, high, block_q, block_k, table, \
       dropout_spread, dropout_threshold, dropout_scale
 
-static ffi::Error forward(ffi::ThreadPool pool, ATTNOPS_SHARED_PARAMETERS, ffi::Result<Any> out, ffi::Result<Any> lse,
+static ffi::Error forward(ffi::ThreadPool pool, ATTNOPS_SHARED_PARAMETERS, bool in_place, ffi::Result<Any> out, ffi::Result<Any> lse,
                           ffi::Result<Any> residual, ffi::Result<Any> max_logits) {
   if (!kernels()) return no_isa();
   ForwardCall call{};
@@ -152,6 +152,9 @@ static ffi::Error forward(ffi::ThreadPool pool, ATTNOPS_SHARED_PARAMETERS, ffi::
       return wrong("the largest scores have a wrong shape or dtype");
     call.max_logits = max_logits->typed_data<float>();
   }
+  call.in_place = in_place;
+  if (in_place && (s.dropout || (s.bias && s.bias_type != Float::f32) || s.S > INT32_MAX))
+    return wrong("dropout, biases of 16 bits and more than 2^31 keys are not served in place");
   FfiParallel parallel(pool);
   return kernels()->forward(call, parallel) ? ffi::Error::Success() : no_memory();
 }
@@ -192,7 +195,7 @@ static ffi::Error backward(ffi::ThreadPool pool, ATTNOPS_SHARED_PARAMETERS, Any 
 
 ATTNOPS_HANDLER(attnops_cpu_forward, attnops::forward,
                 xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().ATTNOPS_SHARED_BINDING.ATTNOPS_SHARED_ATTRIBUTES
-                    .Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>())
+                    .Attr<bool>("in_place").Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>().Ret<xla::ffi::AnyBuffer>())
 
 ATTNOPS_HANDLER(attnops_cpu_backward, attnops::backward,
                 xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().ATTNOPS_SHARED_BINDING.ATTNOPS_SHARED_ATTRIBUTES

@@ -77,8 +77,7 @@ class CpuFlashAttention(FlashAttention):
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]
     ) -> OperationOutput:
         """Runs the C++ kernels. Arguments and output are those of `attnops.OperationImpl.__call__`."""
-        rows = query.shape[1] * (query.shape[2] // key.shape[2])
-        return self.run_backend("native" if _are_few(rows, key.shape[1]) else "cpu", query, key, value, **options)
+        return self.run_backend("cpu", query, key, value, **options)
 
     def backend(self, forward: str) -> FlashBackend | None:
         """The C++ backend for the forward "cpu"; the core's backends for the others."""

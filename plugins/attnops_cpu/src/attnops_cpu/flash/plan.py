@@ -37,6 +37,7 @@ class CpuPlan:
         dropout_prob: the probability of dropout.
         dropout_step: the factor by which dropout's hash multiplies the index of a key.
         max_logits: whether the forward pass returns the largest scores.
+        in_place: whether the forward pass reads keys and values where they lie, and packs nothing.
     """
 
     B: int
@@ -58,6 +59,7 @@ class CpuPlan:
     dropout_prob: float
     dropout_step: int
     max_logits: bool
+    in_place: bool
 
     @property
     def out_dtype(self) -> DType:
@@ -97,3 +99,8 @@ class TileMap(NamedTuple):
 
 
 EMPTY, FULL = -2, -1
+
+
+def are_few(rows: int, keys: int) -> bool:
+    """Whether keys and values are read where they lie: by queries of a kv head, and keys."""
+    return rows <= 32 and keys >= 128

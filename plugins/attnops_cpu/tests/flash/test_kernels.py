@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from attnops.biases import ALiBi
 from attnops.kernels import FlashCall
 from attnops.masks import Band, Causal, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
 from attnops_cpu.flash.backend import CpuFlash
-from attnops_cpu.flash.operation import FEW
+from attnops_cpu.flash.operation import FEW, FEW_GRADIENTS, IN_PLACE
 from attnops_cpu.flash.plan import EMPTY, FULL, PANEL
 from attnops_cpu.flash.tile_map import tile_map
 from attnops_cpu.library import library
@@ -41,6 +42,7 @@ def mask_of(name: str, B: int, T: int, S: int) -> Mask | None:
         "far": Band(-(10**30), 12),
         "segments": Causal() & Segments(ids[:, :T], ids[:, :S]),
         "bits": MaskFn(lambda b, h, q, kv: (q * 7 + kv * 3 + h) % 5 > 1),
+        "hidden": KeyPadding(np.stack([RNG(2).random(S) < 0.05, np.zeros(S, bool)])[:B]),
         "padding": Causal() & KeyPadding(RNG(2).random((B, S)) < 0.7),
     }[name]
 
@@ -63,6 +65,14 @@ CASES: dict[str, tuple[tuple[int, ...], str, str, tuple[int, ...] | str | None, 
     "dropout": ((2, 70, 110, 4, 2, 16, 16), "float32", "segments", None, {"dropout_key": jax.random.key(3)}),
     "a limit that int64 does not hold": ((1, 40, 50, 2, 1, 16, 16), "float32", "far", None, {}),
     "wide heads": ((1, 30, 45, 2, 1, 576, 512), "float32", "causal", None, {}),
+    # Few queries, read where keys and values lie: in the last one most keys of a row, and all of another, are hidden.
+    "few": ((2, 5, 150, 6, 2, 33, 20), "bfloat16", "causal", None, {"sinks": draw(6)}),
+    "few of a window": ((1, 9, 1100, 4, 4, 16, 16), "float32", "window", None, {"logits_soft_cap": 2.0}),
+    "few in segments": ((2, 7, 150, 4, 2, 16, 70), "float32", "segments", (2, 1, 7, 150), {"softmax_scale": -0.4}),
+    "few with a bias of 16 bits": ((1, 16, 140, 2, 2, 16, 16), "float16", "none", "bfloat16", {}),
+    "few with ALiBi": ((2, 3, 333, 8, 2, 16, 16), "float32", "causal", "ALiBi", {"sinks": draw(8)}),
+    "few of many keys": ((1, 40, 1030, 4, 2, 64, 64), "float32", "padding", None, {}),
+    "few that see nothing": ((2, 3, 130, 4, 1, 40, 24), "float32", "hidden", (1, 4, 1, 130), {"sinks": draw(4)}),
 }
 
 
@@ -73,7 +83,7 @@ def problem(name: str) -> Problem:
         "key": draw(B, S, K, D, dtype=dtype),
         "value": draw(B, S, K, Dv, dtype=dtype),
     }
-    options = options | {"return_lse": True}
+    options = options | {"return_lse": True, "return_max_logits": True}
     if mask != "none":
         options["mask"] = mask_of(mask, B, T, S)
     if bias == "ALiBi":
@@ -88,6 +98,7 @@ def problem(name: str) -> Problem:
 def check(name: str) -> None:
     given = problem(name)
     operation: Any = OperationRegistry.create("attnops-cpu:flash", given.metadata)
+    given.check(operation, False)
     given.check(operation, True)
 
 
@@ -155,14 +166,73 @@ def test_the_tile_map_has_bits_for_partial_tiles_alone_and_agrees_with_the_mask(
             assert found.bits.shape[1] == max((each >= 0).sum() for each in found.tiles)
 
 
-def test_few_queries_of_many_keys_run_native_flash_and_explain_says_so() -> None:
-    operation: Any = OperationRegistry.create("attnops-cpu:flash")
-    for T, few in ((8, True), (64, False)):
-        query, key = (jax.ShapeDtypeStruct((1, n, h, 16), jnp.float32) for n, h in ((T, 4), (300, 1)))
-        request = operation.request(query, key, key)
-        assert (FEW in operation.details(request)) == few
-        program = jax.jit(lambda q, k: operation(q, k, k).attention_outputs).lower(query, key).as_text()
-        assert ("attnops_cpu_forward" in program) == (not few)
+def by_head(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q + kv + h) % 5 > 1
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "options", "few", "in_place"),
+    [
+        (4, 300, {}, True, True),
+        (4, 100, {}, False, True),
+        (8, 300, {}, True, False),
+        (8, 1024, {}, True, True),
+        (24, 1024, {}, False, True),
+        (25, 1024, {}, False, False),
+        (24, 1023, {}, False, False),
+        (4, 300, {"mask": MaskFn(by_head)}, True, False),
+        (4, 300, {"dropout_key": 1}, True, False),
+    ],
+)
+def test_which_kernel_computes_few_queries_and_what_explain_says(
+    T: int, S: int, options: dict[str, Any], few: bool, in_place: bool
+) -> None:
+    options = options | ({"dropout_key": jax.random.key(1)} if "dropout_key" in options else {})
+    dropout_prob = 0.5 if "dropout_key" in options else 0.0
+    operation: Any = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(dropout_prob=dropout_prob))
+    query, key = (jax.ShapeDtypeStruct((1, n, h, 16), jnp.float32) for n, h in ((T, 4), (S, 1)))
+    details = list(operation.details(operation.request(query, key, key, **options)))
+    assert (IN_PLACE in details) == in_place
+    assert (FEW in details) == (few and not in_place)
+    assert (FEW_GRADIENTS in details) == (few and in_place)
+
+    def out(q: jax.Array, k: jax.Array) -> jax.Array:
+        return operation(q, k, k, **options).attention_outputs
+
+    program = jax.jit(out).lower(query, key).as_text()
+    assert ("attnops_cpu_forward" in program) == (in_place or not few)
+    assert ("in_place = true" in program) == in_place
+    differentiated = jax.jit(jax.grad(lambda q, k: out(q, k).sum())).lower(query, key).as_text()
+    assert ("attnops_cpu_forward" in differentiated) == (not few)
+    assert "in_place = true" not in differentiated
+
+
+@pytest.mark.slow
+def test_few_queries_have_the_derivatives_of_many_and_the_same_bits_in_every_batch() -> None:
+    operation: Any = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    native: Any = OperationRegistry.create("attnops:flash")
+    q, k = (jnp.asarray(draw(2, n, h, 16)) for n, h in ((3, 4), (300, 2)))
+
+    def loss(op: Any, q: jax.Array, k: jax.Array) -> jax.Array:
+        return (op(q, k, k, mask=Causal()).attention_outputs ** 2).sum()
+
+    def twice(op: Any, q: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x + 0.1 * loss(op, x, k) * x, None), q, None, length=2)[0].sum()
+
+    for derivative in (
+        lambda op: jax.grad(functools.partial(loss, op), (0, 1))(q, k),
+        lambda op: jax.jvp(jax.grad(lambda q: loss(op, q, k)), (q,), (q,))[1],
+        lambda op: jax.hessian(functools.partial(twice, op))(q[:, :1]),
+        lambda op: jax.vmap(jax.grad(functools.partial(loss, op)), (0, None))(jnp.stack([q, 2 * q]), k),
+    ):
+        found, expected = (jax.tree.leaves(jax.jit(functools.partial(derivative, op))()) for op in (operation, native))
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    both = jax.jit(lambda q: operation(q, k, k).attention_outputs)(q)
+    each = [jax.jit(lambda q, k: operation(q, k, k).attention_outputs)(q[b : b + 1], k[b : b + 1]) for b in (0, 1)]
+    np.testing.assert_array_equal(both, jnp.concatenate(each))
+    mapped = jax.jit(jax.vmap(lambda q, k: operation(q, k, k).attention_outputs))(q[:, None], k[:, None])
+    np.testing.assert_array_equal(both, mapped[:, 0])
 
 
 def test_bands_need_no_tile_map_and_segments_no_bits() -> None:

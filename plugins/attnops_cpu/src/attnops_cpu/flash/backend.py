@@ -12,7 +12,7 @@ from attnops.biases import Bias, RelativeBias
 from attnops.dropout import dropout_rows, dropout_seed, dropout_step
 from attnops.kernels import FlashBackend, FlashCall, Operands, Result, ReverseInputs, Statistics
 from attnops_cpu.flash.calls import Cotangents, backward, backward_with_bias, forward
-from attnops_cpu.flash.plan import HIGHEST, LOWEST, PANEL, TILE, Arrays, CpuPlan, TileMap, are_few
+from attnops_cpu.flash.plan import HIGHEST, LOWEST, PANEL, TILE, Arrays, CpuPlan, TileMap
 from attnops_cpu.flash.tile_map import tile_map
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class CpuFlash(FlashBackend):
             low=_limit(low, LOWEST), high=_limit(high, HIGHEST),
             table=isinstance(call.bias, RelativeBias), dropout_prob=call.dropout_prob,
             dropout_step=dropout_step(call.dropout_key), max_logits=call.max_logits,
-            in_place=are_few(T * (H // K), S) and not call.dropout_prob,
+            in_place=False,
         )  # fmt: skip
 
     def arrays(self, plan: CpuPlan, call: FlashCall) -> Arrays:

@@ -99,8 +99,3 @@ class TileMap(NamedTuple):
 
 
 EMPTY, FULL = -2, -1
-
-
-def are_few(rows: int, keys: int) -> bool:
-    """Whether keys and values are read where they lie: by queries of a kv head, and keys."""
-    return rows <= 32 and keys >= 128

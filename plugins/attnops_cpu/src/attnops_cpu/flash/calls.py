@@ -30,9 +30,7 @@ def forward(
         *(output_like(query, shape, jnp.dtype(jnp.float32)) for shape in shapes),
     ]
     operands = _operands(plan, query, key, value, arrays, tiles)
-    found = jax.ffi.ffi_call("attnops_cpu_forward", results)(
-        *operands, **_attributes(plan), in_place=plan.in_place
-    )
+    found = jax.ffi.ffi_call("attnops_cpu_forward", results)(*operands, **_attributes(plan), in_place=plan.in_place)
     return tuple(found if plan.max_logits else found[:3])
 
 

@@ -36,7 +36,7 @@ def unless_differentiated(
     indices = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
     def call(run: Callable[..., OperationOutput], arrays: dict[int, Any]) -> OperationOutput:
-        args, options = tree.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        args, options = jax.tree.unflatten(tree, [arrays.get(i, x) for i, x in enumerate(leaves)])
         return run(*args, **options)
 
     @jax.custom_jvp

@@ -191,6 +191,26 @@ def test_results_are_the_same_to_the_bit() -> None:
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 3])
+def test_rows_that_share_pages_have_the_bits_that_they_have_without_sharing(T: int) -> None:
+    lengths, pages = [5000, 5100, 4700, 300], 40  # several chunks of keys
+    cache = paged(4, pages * 128, 128, lengths, kv_heads=2, head_dim=16, dtype=jnp.float32)
+    shared = np.array(cache.table)
+    shared[1:, :30] = shared[0, :30]
+    query = np.random.default_rng(2).standard_normal((4, T, 4, 16), np.float32)
+    together = dataclasses.replace(cache, table=shared)
+    found, expected = attend(query, together, Causal()), exact(query, together)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
+    arrays = {name: np.array(x) for name in ("key", "value") if (x := getattr(cache.store, name)) is not None}
+    for x in arrays.values():
+        x[np.asarray(cache.table)[1:, :30]] = x[shared[0, :30]]
+    alone = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays))
+    for x, y in zip(found, attend(query, alone, Causal()), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("codec", [None, "int8"])
 @pytest.mark.slow
 def test_packed_rows_have_the_numbers_of_their_own_calls(codec: str | None) -> None:

@@ -2,13 +2,14 @@
 
 Run ``python benchmarks/shared_prefix.py`` (``--json FILE`` to keep the figures) on an idle machine. One token of each
 row attends to the prefix and to 64 to 256 tokens of its own, by four programs in turns: with cascade attention and
-without it, over the rows' shared pages, and over pages that no rows share. Each is checked against float64 before it is
-timed; the best time is reported.
+without it, over the rows' shared pages, and over pages that no rows share. attnops-cpu, where it is installed, is a fifth.
+Each is checked against float64 before it is timed; the best time is reported.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -72,9 +73,9 @@ def caches(rows: int, kv_heads: int, prefix: int, dtype: str) -> tuple[PagedCach
     return shared, append(append(alone, *prompt, np.full(rows, prefix, np.int32)), *new, own)
 
 
-def program(query: jax.Array, cache: PagedCache, is_on: bool) -> Callable[[], jax.Array]:
+def program(query: jax.Array, cache: PagedCache, is_on: bool, name: str = "attnops:flash") -> Callable[[], jax.Array]:
     """The compiled call, with cascade attention or without."""
-    op = OperationRegistry.create("attnops:flash", OperationMetadata())
+    op = OperationRegistry.create(name, OperationMetadata())
     jax.clear_caches()
     least = cascade._LEAST_SLOTS if is_on else sys.maxsize
     with mock.patch.object(cascade, "_LEAST_SLOTS", least):
@@ -100,6 +101,8 @@ def measure(rows: int, heads: int, kv_heads: int, prefix: int, dtype: str) -> di
         "cascade": program(q, shared, True), "without": program(q, shared, False),
         "nothing shared": program(q, alone, True), "nothing shared, without": program(q, alone, False),
     }  # fmt: skip
+    if importlib.util.find_spec("attnops_cpu"):
+        programs["attnops-cpu"] = program(q, shared, True, "attnops-cpu:flash")
     wanted = exact(q, shared)
     for name, run in programs.items():
         worst = np.abs(np.asarray(run(), np.float64) - wanted).max()
@@ -116,14 +119,16 @@ def measure(rows: int, heads: int, kv_heads: int, prefix: int, dtype: str) -> di
 def report(figures: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(title=f"One token of each row, D{D}, pages of {PAGE}, best time in ms")
-    columns = ("rows", "prefix", "H", "K", "dtype", "cascade", "without", "faster", "nothing shared", "of without")
+    columns = ("rows", "prefix", "H", "K", "dtype", "cascade", "without", "faster", "nothing shared", "of without",
+               "attnops-cpu")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="left" if column == "dtype" else "right")
     for x in figures:
-        on, off, looked, not_looked = x["seconds"].values()
+        on, off, looked, not_looked, *cpu = x["seconds"].values()
         table.add_row(
             str(x["rows"]), f"{x['prefix']:,}", str(x["heads"]), str(x["kv_heads"]), x["dtype"], f"{on * 1e3:.1f}",
             f"{off * 1e3:.1f}", f"{off / on:.1f} ×", f"{looked * 1e3:.1f}", f"{looked / not_looked:.2f}",
+            *(f"{y * 1e3:.1f}" for y in cpu),
         )  # fmt: skip
     Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
 

@@ -1,6 +1,6 @@
 """Figures of attnops-cpu's `flash` with few queries over arrays, beside native `flash`.
 
-Run ``taskset -c 0 python benchmarks/cpu_few.py``, or ``--clock`` without taskset for the time by the clock on all cores.
+Run ``taskset -c 0 python benchmarks/cpu_few.py``, or ``--clock`` without taskset for the clock on all cores.
 Causal, B 1, D 128; both are checked against each other and timed in turns, and the best of each is reported.
 """
 

@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/shared_prefix.py`` (``--json FILE`` to keep the figures) on an idle machine. One token of each
 row attends to the prefix and to 64 to 256 tokens of its own, by four programs in turns: with cascade attention and
-without it, over the rows' shared pages, and over pages that no rows share. attnops-cpu, where it is installed, is a fifth.
+without it, over the rows' shared pages, and over pages that no rows share. attnops-cpu, if installed, is a fifth.
 Each is checked against float64 before it is timed; the best time is reported.
 """
 

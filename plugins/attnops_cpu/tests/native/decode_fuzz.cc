@@ -74,7 +74,7 @@ struct Fuzz : Draws {
     c.D = of({1, 7, 16, 64, 80, 128, 256}), c.Dv = maybe(70) ? c.D : of({1, 5, 33, 64, 96});
     c.stored = static_cast<Stored>(below(7));
     if (c.stored == kI4) c.D += c.D % 2, c.Dv += c.Dv % 2;
-    c.out_dtype = c.dtype = c.stored < kI8 && maybe(70) ? c.stored : of({kF32, kBF16, kF16});
+    c.dtype = c.stored < kI8 && maybe(70) ? c.stored : of({kF32, kBF16, kF16});
     const bool paged = maybe(50), layered = maybe(30);
     c.n = paged ? of({1, 3, 16, 128}) : of({1, 2, 31, 64, 300, 1500});
     c.M = paged ? 1 + below(c.n > 16 ? 3 : 24) : 0;
@@ -111,6 +111,7 @@ struct Fuzz : Draws {
     }
     const int64_t batch = packed ? 1 : c.B;
     c.query = numbers(batch * c.T * c.H * c.D, c.dtype);
+    c.out_dtype = c.dtype;
     c.out = numbers(batch * c.T * c.H * c.Dv, c.dtype);
     c.lse = make<float>(batch * c.H * c.T), c.highest = make<float>(batch * c.H * c.T);
     const bool is_garbage = maybe(30), ring = !paged && maybe(40);

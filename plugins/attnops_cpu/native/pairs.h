@@ -3,7 +3,7 @@
 
 #include "simd.h"
 
-#if defined(ATTNOPS_BF16)
+#if defined(ATTNOPS_DOT_BF16)
 namespace attnops {
 namespace ATTNOPS_ISA {
 

@@ -13,7 +13,10 @@
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
-#if defined(ATTNOPS_AMX) || defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define ATTNOPS_DOT_BF16  // there are products of vectors of bfloat16
+#endif
+#if defined(ATTNOPS_AMX) || defined(ATTNOPS_DOT_BF16)
 #define ATTNOPS_BF16  // there are products of bfloat16
 #endif
 

@@ -11,6 +11,11 @@
 
 #include "flash.h"
 #include "simd.h"
+#if defined(ATTNOPS_AMX)
+#include "isa.h"
+static const attnops::Kernels others{};  // of other calls, which are left out
+#define ATTNOPS_OTHERS others
+#endif
 
 #include "product.inc"
 
@@ -75,6 +80,11 @@ struct Fuzz : Draws {
     c.stored = static_cast<Stored>(below(7));
     if (c.stored == kI4) c.D += c.D % 2, c.Dv += c.Dv % 2;
     c.dtype = c.stored < kI8 && maybe(70) ? c.stored : of({kF32, kBF16, kF16});
+#if defined(ATTNOPS_AMX)
+    const int64_t G = of<int64_t>({1, 3, 8, 24, 32, 40});
+    c.stored = c.dtype = kBF16, c.H = c.K * G;
+    if (c.T * G < 24) c.T = (23 + G) / G + below(9);
+#endif
     const bool paged = maybe(50), layered = maybe(30);
     c.n = paged ? of({1, 3, 16, 128}) : of({1, 2, 31, 64, 300, 1500});
     c.M = paged ? 1 + below(c.n > 16 ? 3 : 24) : 0;

@@ -188,19 +188,24 @@ def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
     for schedule in schedules.spans if job.backward else schedules.forward:
         maps = np.asarray(schedule.entries).reshape(-1, schedule.stride)[:, : schedule.longest + 1]
         entries, n = unpack(maps), len(maps) * schedule.joined
-        before = np.pad(entries.kind, ((0, 0), (1, 0)))[:, :-1]
-        after = (entries.kind > 0) & (before == REDUCED)
+        steps = entries.kind[:, :-1]
+        before = np.pad(steps, ((0, 0), (1, 0)))[:, :-1]
+        if plan.sequential:  # the map before; the first map's tiles follow nothing, which the average head does not
+            before[:, 0] = np.roll(steps[:, -1], 1)
+        after = before == REDUCED
         trips: Trips = []
-        for kind in kinds_of(schedules.spans) if job.backward else schedule.kinds:
-            name, is_kind = "REDUCED" if kind == REDUCED else Coverage(kind).name, entries.kind == kind
+        for kind, follows in (
+            [(kind, None) for kind in kinds_of(schedules.spans)] if job.backward else schedule.variants
+        ):
+            name, runs = "REDUCED" if kind == REDUCED else Coverage(kind).name, steps == kind
             # Forward, a kind of tile that may follow a REDUCED one has separate code for that case.
-            special = not job.backward and kind in schedule.after_reduced
-            trips.append((name, float((is_kind & ~after if special else is_kind).sum()) / n, 0.0))
-            trips += [(f"{name} after REDUCED", float((is_kind & after).sum()) / n, 0.0)] if special else []
+            if follows is not None and (kind, not follows) in schedule.variants:
+                runs = runs & (after == follows)
+            trips.append((f"{name} after REDUCED" if follows else name, float(runs.sum()) / n, 0.0))
         rows, rounds = float(entries.last.sum()) / n, job.head_dim / 8
         empty = float(((entries.kind == 0) & entries.last).sum()) / n
         longest = schedule.longest / schedule.joined
-        padding = float(longest - ((entries.kind > 0) | (entries.first > 0)).sum() / n)
+        padding = float(longest - ((steps > 0) | (entries.first[:, :-1] > 0)).sum() / n)
         if job.backward:
             trips = [("clear dq", 1.0, rounds), ("clear dk, dv", empty, rounds), *trips, ("write", rows, 0.0),
                      ("write dq", 1.0, rounds / 2)]  # fmt: skip

@@ -185,15 +185,14 @@ def _previous_step(
     before = jnp.maximum(step - 1, 0)
     if not plan.sequential or plan.B // schedule.joined * plan.H == 1:
         return b, h, before
-    # Each map's last entry repeats its last tile.
-    is_start = step == 0
+    is_start, end = step == 0, schedule.longest - 1
     if schedule.joined == plan.B:
-        return b, jnp.maximum(h - is_start, 0), jnp.where(is_start & (h > 0), schedule.longest, before)
+        return b, jnp.maximum(h - is_start, 0), jnp.where(is_start & (h > 0), end, before)
     is_batch_start = is_start & (h == 0)
     return (
         jnp.maximum(b - is_batch_start, 0),
         jnp.where(is_batch_start & (b > 0), plan.H - 1, jnp.maximum(h - is_start, 0)),
-        jnp.where(is_start & (b + h > 0), schedule.longest, before),
+        jnp.where(is_start & (b + h > 0), end, before),
     )
 
 
@@ -223,14 +222,12 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
         _clear(state)
 
     previous = schedule.at(entries, *before)
-    for kind in schedule.kinds:
+    for kind, after in schedule.variants:
         step_of = functools.partial(_step, plan, refs, indices, entry.first == 1, schedule.body(kind))
-        if kind in schedule.after_reduced:
-            after = previous.kind == REDUCED
-            pl.when((entry.kind == kind) & ~after)(step_of)
-            pl.when((entry.kind == kind) & after)(functools.partial(step_of, schedule.body(REDUCED).hidden))
-        else:
-            pl.when(entry.kind == kind)(step_of)
+        runs = entry.kind == kind
+        if (kind, not after) in schedule.variants:
+            runs &= (previous.kind == REDUCED) == after
+        pl.when(runs)(functools.partial(step_of, schedule.body(REDUCED).hidden) if after else step_of)
 
     # A row without tiles; entries that pad a map do nothing. After another such row there are no scores to accumulate.
     is_row = (entry.kind == EMPTY) & (entry.first == 1)

@@ -75,7 +75,8 @@ def tile_schedules(plan: FlashPlan, mask: Mask | None) -> TileSchedules:
     )  # fmt: skip
     coverage, bodies = _reduced(plan, mask, coverage, by_key=False)
     forward = tuple(
-        tile_schedule(coverage[:, :, first:stop], first, 0, bodies, joins) for first, stop in row_chunks(coverage)
+        tile_schedule(coverage[:, :, first:stop], first, 0, bodies, joins, plan.sequential)
+        for first, stop in row_chunks(coverage)
     )
     return TileSchedules(forward, spans, None)
 

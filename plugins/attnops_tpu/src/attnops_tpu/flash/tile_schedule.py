@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["entries", "traced"],
-    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "after_reduced", "joined"],
+    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "variants", "joined"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -80,8 +80,8 @@ class TileSchedule(Foldable):
     rows: tuple[int, int]  # index of the first row, and of the last plus 1
     bodies: Bodies = (MASKED, MASKED)  # the code of `REDUCED` tiles, and of other PARTIAL tiles
     traced: Leaf = None  # for a traced mask, the grid steps that are needed, int32; else None
-    # The kinds of entries, other than PARTIAL and EMPTY, that follow a `REDUCED` one.
-    after_reduced: tuple[int, ...] = ()
+    # Each kind of entries, other than EMPTY, with whether they follow a `REDUCED` one; for PARTIAL ones always False.
+    variants: tuple[tuple[int, bool], ...] = ()
     # How many batches each map lists, one after the other, so that none is padded; the grid has so many times fewer
     # batches.
     joined: int = 1
@@ -213,8 +213,9 @@ def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
 
 
 def tile_schedule(
-    coverage: Array, first_row: int = 0, first_column: int = 0, bodies: Bodies = (MASKED, MASKED), joins: bool = False
-) -> TileSchedule:
+    coverage: Array, first_row: int = 0, first_column: int = 0, bodies: Bodies = (MASKED, MASKED), joins: bool = False,
+    sequential: bool = False,
+) -> TileSchedule:  # fmt: skip
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
     Args:
@@ -224,6 +225,7 @@ def tile_schedule(
         first_column: index of the first column, if the coverage is a chunk of columns.
         bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles, from `reduced`.
         joins: whether the maps of batches may be listed one after the other, see `TileSchedule.joined`.
+        sequential: whether one core runs all maps in order, so that a map's first tile follows another's last one.
 
     Raises:
         ValueError: there are more tiles than an entry can number.
@@ -261,11 +263,9 @@ def tile_schedule(
     entries = xp.take_along_axis(packed, index, axis=1)
     repeated = np.arange(longest + 1) >= count[:, None]
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
-    after: tuple[int, ...] = ()
-    if xp is np:
-        of_entry = unpack(entries).kind
-        next_kinds = of_entry[:, 1:][of_entry[:, :-1] == REDUCED]
-        after = tuple(kind for kind in (int(Coverage.FULL), REDUCED) if (next_kinds == kind).any())
+    variants = (
+        tuple((kind, False) for kind in kinds) if xp is jnp else _variants(unpack(entries).kind[:, :-1], sequential)
+    )
     if n > 1:
         entries = xp.concatenate([entries, index // (rows * columns)], axis=1)
     return TileSchedule(
@@ -276,9 +276,21 @@ def tile_schedule(
         (first_row, first_row + rows),
         bodies,
         steps,
-        after,
+        variants,
         n,
     )
+
+
+def _variants(kinds: Array, sequential: bool) -> tuple[tuple[int, bool], ...]:
+    """See `TileSchedule.variants`; ``kinds`` are those of entries, [maps, entries of a map]."""
+    starts = set(kinds[:, 0].tolist())
+    pairs = set(zip(kinds[:, 1:].reshape(-1).tolist(), kinds[:, :-1].reshape(-1).tolist(), strict=True))
+    if sequential:
+        pairs |= {(kind, before) for kind in starts for before in kinds[:, -1].tolist()}
+    found = {(kind, before == REDUCED and kind != Coverage.PARTIAL) for kind, before in pairs}
+    # Before the first tile of all nothing has a score, so that either variant of its kind will do.
+    found |= {(kind, False) for kind in starts if (kind, True) not in found}
+    return tuple((kind, after) for kind in KINDS for after in (False, True) if (kind, after) in found)
 
 
 class TileSchedules(NamedTuple):

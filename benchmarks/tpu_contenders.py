@@ -194,14 +194,20 @@ def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
             before[:, 0] = np.roll(steps[:, -1], 1)
         after = before == REDUCED
         trips: Trips = []
-        for kind, follows in (
-            [(kind, None) for kind in kinds_of(schedules.spans)] if job.backward else schedule.variants
-        ):
+        of_kinds = [(kind, None) for kind in kinds_of(schedules.spans)] if job.backward else schedule.variants
+        drained = (steps == Coverage.EMPTY) & (entries.first[:, :-1] == 1)
+        begins = 1 / (B * HEADS) if plan.sequential else 1.0
+        for kind, follows in of_kinds:
             name, runs = "REDUCED" if kind == REDUCED else Coverage(kind).name, steps == kind
+            if kind == Coverage.EMPTY:
+                name, runs = "drain", drained
             # Forward, a kind of tile that may follow a REDUCED one has separate code for that case.
-            if follows is not None and (kind, not follows) in schedule.variants:
-                runs = runs & (after == follows)
-            trips.append((f"{name} after REDUCED" if follows else name, float(runs.sum()) / n, 0.0))
+            separate = follows is not None and (kind, not follows) in schedule.variants
+            count = float((runs & (after == follows) if separate else runs).sum()) / n
+            if kind == Coverage.EMPTY:
+                ends = steps[:, -1] == REDUCED
+                count += begins * float((ends == follows).mean() if separate else 1.0)
+            trips.append((f"{name} after REDUCED" if follows else name, count, 0.0))
         rows, rounds = float(entries.last.sum()) / n, job.head_dim / 8
         empty = float(((entries.kind == 0) & entries.last).sum()) / n
         longest = schedule.longest / schedule.joined
@@ -211,8 +217,7 @@ def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
                      ("write dq", 1.0, rounds / 2)]  # fmt: skip
             calls.append((longest, padding, trips))
         else:
-            begins = 1 / (B * HEADS) if plan.sequential else 1.0
-            trips = [("init", begins, 0.0), *trips, ("drain", begins, 0.0), ("finish", rows, 0.0)]
+            trips += [("empty rows", float(drained.sum()) / n, 0.0), ("init", begins, 0.0), ("finish", rows, 0.0)]
             calls.append((longest + 1 / schedule.joined, padding, trips))
     return calls
 

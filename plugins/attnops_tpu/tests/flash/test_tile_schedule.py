@@ -106,10 +106,10 @@ def test_maps_of_very_different_lengths_are_drained_once_each(traced: bool, monk
     drained: list[int] = []
     step = forward._step
 
-    def counting(plan: Any, refs: Any, indices: Any, first: Any, body: Any, hidden: Any = ()) -> None:
+    def counting(plan: Any, refs: Any, indices: Any, first: Any, *rest: Any) -> None:
         if first is None:
             jax.debug.callback(lambda b: drained.append(int(b)), indices[0].b)
-        step(plan, refs, indices, first, body, hidden)
+        step(plan, refs, indices, first, *rest)
 
     monkeypatch.setattr(forward, "_step", counting)
     ids = np.stack([np.zeros(64, np.int32), np.arange(64, dtype=np.int32) // 8])
@@ -170,16 +170,21 @@ def test_code_for_tiles_after_reduced_ones() -> None:
     """A map's first tile follows the last one of the map before, if one core runs all; there is code for no others."""
     empty, partial, full = (int(kind) for kind in (Coverage.EMPTY, Coverage.PARTIAL, Coverage.FULL))
     causal = np.array([[REDUCED, empty], [full, REDUCED]])[None, None]
-    assert tile_schedule(causal).variants == ((full, True), (REDUCED, False))
-    assert tile_schedule(causal, sequential=True).variants == ((full, True), (REDUCED, False), (REDUCED, True))
+    variants = ((full, True), (REDUCED, False), (empty, True))
+    assert tile_schedule(causal).variants == variants
+    assert tile_schedule(causal, sequential=True).variants == (*variants[:2], (REDUCED, True), variants[2])
+    assert not tile_schedule(causal).reads_hidden
     longer = np.array([[REDUCED, empty, empty], [full, REDUCED, empty], [full, full, partial]])[None, None]
     assert tile_schedule(longer, sequential=True).variants == (
-        (full, False), (full, True), (partial, False), (REDUCED, False)
+        (full, False), (full, True), (partial, False), (REDUCED, False), (empty, False)
     )  # fmt: skip
     maps = np.concatenate([causal, np.array([[full, empty], [full, partial]])[None, None]])
     assert set(tile_schedule(maps, sequential=True).variants) == {
-        (full, False), (full, True), (partial, False), (REDUCED, False), (REDUCED, True)
+        (full, False), (full, True), (partial, False), (REDUCED, False), (REDUCED, True), (empty, False), (empty, True)
     }  # fmt: skip
+    padded = np.concatenate([causal, np.array([[REDUCED, empty], [REDUCED, empty]])[None, None]])
+    assert tile_schedule(padded).reads_hidden, "an entry that does nothing is between a REDUCED tile and what follows"
+    assert tile_schedule(np.array([[REDUCED, partial]])[None, None]).reads_hidden
 
 
 @pytest.mark.slow

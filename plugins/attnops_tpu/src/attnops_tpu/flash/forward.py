@@ -214,30 +214,27 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
         is_first &= b + h == 0
         is_last &= (b == plan.B // schedule.joined - 1) & (h == plan.H - 1)
 
-    @pl.when(is_first)
-    def _() -> None:
-        state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
-        state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
-        state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
-        _clear(state)
-
     previous = schedule.at(entries, *before)
-    for kind, after in schedule.variants:
-        step_of = functools.partial(_step, plan, refs, indices, entry.first == 1, schedule.body(kind))
-        runs = entry.kind == kind
-        if (kind, not after) in schedule.variants:
-            runs &= (previous.kind == REDUCED) == after
-        pl.when(runs)(functools.partial(step_of, schedule.body(REDUCED).hidden) if after else step_of)
-
     # A row without tiles; entries that pad a map do nothing. After another such row there are no scores to accumulate.
     is_row = (entry.kind == EMPTY) & (entry.first == 1)
+    drains = is_row & (is_first | (previous.kind != EMPTY) | (previous.first == 0)) | is_last
+    for kind, after in schedule.variants:
+        runs = drains if kind == EMPTY else entry.kind == kind
+        if (kind, not after) in schedule.variants:
+            runs &= (previous.kind == REDUCED) == after
+        body, fills_hidden = schedule.body(kind), kind != REDUCED or schedule.reads_hidden
+        hidden_before = schedule.body(REDUCED).hidden if after else ()
+        first = None if kind == EMPTY else entry.first == 1
+        pl.when(runs)(functools.partial(_step, plan, refs, indices, first, body, hidden_before, fills_hidden))
 
-    @pl.when(is_row & ((previous.kind != EMPTY) | (previous.first == 0)) | is_last)
+    @pl.when(is_row)
     def _() -> None:
-        _step(plan, refs, indices, None, Body())
         state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
         state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
         state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
+
+    # The first step has accumulated whatever was in memory.
+    pl.when(is_first)(functools.partial(_clear, state))
 
     @pl.when((entry.first == 1) & ~is_first | is_last)
     def _() -> None:
@@ -249,7 +246,7 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
 
 def _step(
     plan: FlashPlan, refs: ForwardRefs, indices: tuple[TileIndex, TileIndex], first: Leaf, body: Body,
-    hidden_before: Hidden = (),
+    hidden_before: Hidden = (), fills_hidden: bool = False,
 ) -> None:  # fmt: skip
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
@@ -259,7 +256,8 @@ def _step(
         indices: the indices of the current and the previous tile.
         first: whether the current tile begins a row; None if there is no current tile.
         body: the code of the current tile's kind.
-        hidden_before: the sub-tiles that have no score of the previous tile, where scores are -inf.
+        hidden_before: the sub-tiles of the previous tile that are not read: all their scores are masked.
+        fills_hidden: whether the next step reads the scores of the current tile's hidden sub-tiles, which are -inf.
     """
     c, state = log2_unit(plan), refs.state
     rows, cols = plan.forward.rows, plan.forward.cols
@@ -280,7 +278,8 @@ def _step(
                     # Fully masked tokens may hold NaN, and 0 · NaN is NaN.
                     v = jnp.where(weights.max(axis=1, keepdims=True) != 0, v, jnp.zeros((), v.dtype))
             if sub_tile in body.hidden:
-                state.scores[keys, at] = jnp.full((rows, cols), -jnp.inf, jnp.float32)
+                if fills_hidden:
+                    state.scores[keys, at] = jnp.full((rows, cols), -jnp.inf, jnp.float32)
             elif first is not None:
                 # The matrix unit works in program order: these products fill the time until the weights are there.
                 sub = SubTile(plan, refs.arrays, indices[0], row, rows, col, cols)

@@ -65,7 +65,7 @@ class Entry(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["entries", "traced"],
-    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "variants", "joined"],
+    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "variants", "reads_hidden", "joined"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -80,8 +80,11 @@ class TileSchedule(Foldable):
     rows: tuple[int, int]  # index of the first row, and of the last plus 1
     bodies: Bodies = (MASKED, MASKED)  # the code of `REDUCED` tiles, and of other PARTIAL tiles
     traced: Leaf = None  # for a traced mask, the grid steps that are needed, int32; else None
-    # Each kind of entries, other than EMPTY, with whether they follow a `REDUCED` one; for PARTIAL ones always False.
+    # The kinds of entries, each with whether they follow a `REDUCED` one; for PARTIAL ones always False. An EMPTY one
+    # is a row without tiles, or the end of a map.
     variants: tuple[tuple[int, bool], ...] = ()
+    # Whether a PARTIAL tile, or an entry that pads a map, follows a `REDUCED` tile.
+    reads_hidden: bool = False
     # How many batches each map lists, one after the other, so that none is padded; the grid has so many times fewer
     # batches.
     joined: int = 1
@@ -98,7 +101,7 @@ class TileSchedule(Foldable):
 
     def body(self, kind: int) -> Body:
         """The code for a kind of tiles."""
-        return Body() if kind == Coverage.FULL else self.bodies[kind != REDUCED]
+        return Body() if kind in (Coverage.EMPTY, Coverage.FULL) else self.bodies[kind != REDUCED]
 
     def padded(self, longest: int) -> Array:
         """The entries, each map padded to a length; the padding is never read."""
@@ -263,9 +266,9 @@ def tile_schedule(
     entries = xp.take_along_axis(packed, index, axis=1)
     repeated = np.arange(longest + 1) >= count[:, None]
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
-    variants = (
-        tuple((kind, False) for kind in kinds) if xp is jnp else _variants(unpack(entries).kind[:, :-1], sequential)
-    )
+    variants, reads_hidden = tuple((kind, False) for kind in (*kinds, int(Coverage.EMPTY))), False
+    if xp is np:
+        variants, reads_hidden = _variants(unpack(entries[:, :-1]), sequential)
     if n > 1:
         entries = xp.concatenate([entries, index // (rows * columns)], axis=1)
     return TileSchedule(
@@ -277,20 +280,25 @@ def tile_schedule(
         bodies,
         steps,
         variants,
+        reads_hidden,
         n,
     )
 
 
-def _variants(kinds: Array, sequential: bool) -> tuple[tuple[int, bool], ...]:
-    """See `TileSchedule.variants`; ``kinds`` are those of entries, [maps, entries of a map]."""
-    starts = set(kinds[:, 0].tolist())
+def _variants(entries: Entry, sequential: bool) -> tuple[tuple[tuple[int, bool], ...], bool]:
+    """See `TileSchedule.variants` and `TileSchedule.reads_hidden`; the entries are [maps, entries of a map]."""
+    kinds, empty, partial = entries.kind, int(Coverage.EMPTY), int(Coverage.PARTIAL)
+    starts, ends = set(kinds[:, 0].tolist()), set(kinds[:, -1].tolist())
     pairs = set(zip(kinds[:, 1:].reshape(-1).tolist(), kinds[:, :-1].reshape(-1).tolist(), strict=True))
+    pairs |= {(empty, end) for end in ends}
     if sequential:
-        pairs |= {(kind, before) for kind in starts for before in kinds[:, -1].tolist()}
-    found = {(kind, before == REDUCED and kind != Coverage.PARTIAL) for kind, before in pairs}
+        pairs |= {(start, end) for start in starts for end in ends}
+    found = {(kind, before == REDUCED and kind != partial) for kind, before in pairs}
     # Before the first tile of all nothing has a score, so that either variant of its kind will do.
-    found |= {(kind, False) for kind in starts if (kind, True) not in found}
-    return tuple((kind, after) for kind in KINDS for after in (False, True) if (kind, after) in found)
+    found |= {(start, False) for start in starts if (start, True) not in found}
+    is_padding = (kinds == empty) & (entries.first == 0)
+    variants = tuple((x, after) for x in (*KINDS, empty) for after in (False, True) if (x, after) in found)
+    return variants, (partial, REDUCED) in pairs or bool(is_padding.any())
 
 
 class TileSchedules(NamedTuple):

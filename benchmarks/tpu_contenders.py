@@ -37,7 +37,7 @@ class KernelJob(NamedTuple):
         generation: the TPU generation.
         name: the contender's name.
         backward: which pass.
-        mask: causal, full, window, documents, packed or blocks.
+        mask: causal, full, window, wide window, documents, packed or blocks.
         T: tokens.
         head_dim: the head dim of queries, keys and values.
         blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
@@ -60,6 +60,7 @@ def attnops_mask(kind: str, T: int) -> Any:
     masks = {
         "causal": Causal(),
         "window": Causal() & SlidingWindow(1023, 0),
+        "wide window": Causal() & SlidingWindow(4095, 0),
         "documents": Causal() & Segments(np.arange(T) // 1024),
         "packed": Causal() & Segments(_packed(T)),
         "blocks": Blocks(_chosen(T), 512, 512),
@@ -92,9 +93,9 @@ def _peer_mask(masks: Any, job: KernelJob) -> Any:
     if job.mask == "documents":
         ids = np.arange(T) // 1024
         return masks.NumpyMask((ids[:, None] == ids) & np.tri(T, dtype=bool))
-    return {"full": masks.FullMask, "causal": masks.CausalMask}[job.mask]((T, T)) if job.mask != "window" else (
-        masks.LocalMask((T, T), (1023, 0), 0)
-    )  # fmt: skip
+    if "window" in job.mask:
+        return masks.LocalMask((T, T), (1023 if job.mask == "window" else 4095, 0), 0)
+    return {"full": masks.FullMask, "causal": masks.CausalMask}[job.mask]((T, T))
 
 
 def _by_head(function: Callable[..., Any], head_dim: int) -> Callable[..., Any]:

@@ -39,14 +39,13 @@ from attnops_tpu.references import Output, Prefetched
 if TYPE_CHECKING:
     from attnops.typing import Leaf, Ref
 
-SUBLANES = 8
 EMPTY: Final = int(Coverage.EMPTY)
 # Primitives of masks by position alone.
 COMPARISONS: Final = frozenset({"add", "and", "ge", "gt", "le", "lt", "not", "or", "sub"})
 
 
 class TileState(NamedTuple):
-    """References to vector memory that is kept from step to step. A number per query is repeated in all 8 sublanes."""
+    """References to vector memory that is kept from step to step. A number per query is repeated in all sublanes."""
 
     scores: Ref  # [bk, bq], the scores of the previous tile
     m: Ref  # [8, bq], the largest score of the row of tiles so far
@@ -127,7 +126,7 @@ def _references(
         index = previous(*ids)
         return (index.b, index.h, 0, index.q_tile)
 
-    a_number = pltpu.VMEM((SUBLANES, plan.bq), jnp.float32)
+    a_number = pltpu.VMEM((plan.sublanes, plan.bq), jnp.float32)
     return ForwardRefs(
         entries=Prefetched(schedule.entries),
         q=rows_of_query(q, plan).at(current),
@@ -271,7 +270,7 @@ def _step(
         for row in range(0, plan.bk, rows):
             keys, sub_tile = slice(row, row + rows), (col // cols, row // rows)
             if sub_tile not in hidden_before:
-                weights = jnp.exp2((_by_sublane(state.scores[keys, at]) - base) * c)
+                weights = jnp.exp2((_by_sublane(plan, state.scores[keys, at]) - base) * c)
                 l_tile = _plus(l_tile, weights.sum(axis=0))
                 weights, v = weights.reshape(rows, cols), refs.v[keys, :]
                 if plan.scoring.has_fully_masked_tokens:
@@ -285,7 +284,7 @@ def _step(
                 sub = SubTile(plan, refs.arrays, indices[0], row, rows, col, cols)
                 s = _scores(sub, refs, body.is_masked(*sub_tile))
                 state.scores[keys, at] = s
-                highest = _by_sublane(s).max(axis=0)
+                highest = _by_sublane(plan, s).max(axis=0)
                 m_tile = highest if m_tile is None else jnp.maximum(m_tile, highest)
             if sub_tile in hidden_before:
                 continue
@@ -295,16 +294,16 @@ def _step(
             # Accumulated in memory: as a value it would occupy half of the registers.
             acc = state.acc[:, at]
             if not is_scaled:
-                acc, is_scaled = (alpha[None] * _by_sublane(acc)).reshape(plan.Dv, cols), True
+                acc, is_scaled = (alpha[None] * _by_sublane(plan, acc)).reshape(plan.Dv, cols), True
             state.acc[:, at] = acc + out
         if l_tile is None:  # all of these sub-tiles are hidden
-            state.acc[:, at] = (alpha[None] * _by_sublane(state.acc[:, at])).reshape(plan.Dv, cols)
-            l_tile = jnp.zeros((SUBLANES, cols), jnp.float32)
+            state.acc[:, at] = (alpha[None] * _by_sublane(plan, state.acc[:, at])).reshape(plan.Dv, cols)
+            l_tile = jnp.zeros((plan.sublanes, cols), jnp.float32)
         state.l[:, at] = alpha * state.l[:, at] + l_tile
         state.m_before[:, at] = m_before
         if first is not None:
             if m_tile is None:
-                m_tile = jnp.full((SUBLANES, cols), -jnp.inf, jnp.float32)
+                m_tile = jnp.full((plan.sublanes, cols), -jnp.inf, jnp.float32)
             m_before = jnp.where(first, -jnp.inf, m_before)
             m = jnp.maximum(m_before, jnp.broadcast_to(m_tile.max(axis=0, keepdims=True), m_tile.shape))
             state.m[:, at] = m
@@ -353,9 +352,9 @@ def _finite(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
-def _by_sublane(x: jax.Array) -> jax.Array:
+def _by_sublane(plan: FlashPlan, x: jax.Array) -> jax.Array:
     """[n, cols] to [n / 8, 8, cols]: reductions along the first axis then need one register at a time."""
-    return x.reshape(-1, SUBLANES, x.shape[1])
+    return x.reshape(-1, plan.sublanes, x.shape[1])
 
 
 def _plus(total: jax.Array | None, x: jax.Array) -> jax.Array:

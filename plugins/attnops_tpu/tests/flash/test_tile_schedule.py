@@ -182,6 +182,11 @@ def test_code_for_tiles_after_reduced_ones() -> None:
     assert set(tile_schedule(maps, sequential=True).variants) == {
         (full, False), (full, True), (partial, False), (REDUCED, False), (REDUCED, True), (empty, False), (empty, True)
     }  # fmt: skip
+    bodies = (Body(True, hidden=((1, 0),)), Body(True))
+    assert len(tile_schedule(maps, bodies=bodies, sequential=True, sub_tiles=4).variants) == 7
+    small = tile_schedule(maps, bodies=bodies, sequential=True, sub_tiles=4, most_code=4.3)
+    assert small.variants == ((full, False), (full, True), (partial, False), (REDUCED, False), (empty, False))
+    assert small.reads_hidden, "a kernel with little code has only the variants that run most"
     padded = np.concatenate([causal, np.array([[REDUCED, empty], [REDUCED, empty]])[None, None]])
     assert tile_schedule(padded).reads_hidden, "an entry that does nothing is between a REDUCED tile and what follows"
     assert tile_schedule(np.array([[REDUCED, partial]])[None, None]).reads_hidden

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import jax
@@ -217,7 +219,7 @@ def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
 
 def tile_schedule(
     coverage: Array, first_row: int = 0, first_column: int = 0, bodies: Bodies = (MASKED, MASKED), joins: bool = False,
-    sequential: bool = False,
+    sequential: bool = False, sub_tiles: int = 1, most_code: float = math.inf,
 ) -> TileSchedule:  # fmt: skip
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
@@ -229,6 +231,8 @@ def tile_schedule(
         bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles, from `reduced`.
         joins: whether the maps of batches may be listed one after the other, see `TileSchedule.joined`.
         sequential: whether one core runs all maps in order, so that a map's first tile follows another's last one.
+        sub_tiles: how many sub-tiles a tile has.
+        most_code: how much code the kernel may have, as a multiple of that of a FULL tile.
 
     Raises:
         ValueError: there are more tiles than an entry can number.
@@ -268,7 +272,7 @@ def tile_schedule(
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
     variants, reads_hidden = tuple((kind, False) for kind in (*kinds, int(Coverage.EMPTY))), False
     if xp is np:
-        variants, reads_hidden = _variants(unpack(entries[:, :-1]), sequential)
+        variants, reads_hidden = _variants(unpack(entries[:, :-1]), bodies, sequential, sub_tiles, most_code)
     if n > 1:
         entries = xp.concatenate([entries, index // (rows * columns)], axis=1)
     return TileSchedule(
@@ -285,20 +289,44 @@ def tile_schedule(
     )
 
 
-def _variants(entries: Entry, sequential: bool) -> tuple[tuple[tuple[int, bool], ...], bool]:
-    """See `TileSchedule.variants` and `TileSchedule.reads_hidden`; the entries are [maps, entries of a map]."""
+def _variants(
+    entries: Entry, bodies: Bodies, sequential: bool, sub_tiles: int, most: float
+) -> tuple[tuple[tuple[int, bool], ...], bool]:
+    """`TileSchedule.variants` and `TileSchedule.reads_hidden`.
+
+    Args:
+        entries: [maps, entries of a map].
+        bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles.
+        sequential: see `tile_schedule`.
+        sub_tiles: how many sub-tiles a tile has.
+        most: how much code a kernel may have, as a multiple of that of a FULL tile. Variants that follow a `REDUCED`
+            tile are left out until it fits, those that run least first.
+    """
     kinds, empty, partial = entries.kind, int(Coverage.EMPTY), int(Coverage.PARTIAL)
-    starts, ends = set(kinds[:, 0].tolist()), set(kinds[:, -1].tolist())
-    pairs = set(zip(kinds[:, 1:].reshape(-1).tolist(), kinds[:, :-1].reshape(-1).tolist(), strict=True))
-    pairs |= {(empty, end) for end in ends}
+    starts, ends = kinds[:, 0].tolist(), kinds[:, -1].tolist()
+    pairs = collections.Counter(zip(kinds[:, 1:].reshape(-1).tolist(), kinds[:, :-1].reshape(-1).tolist(), strict=True))
+    pairs.update((empty, end) for end in set(ends))
     if sequential:
-        pairs |= {(start, end) for start in starts for end in ends}
-    found = {(kind, before == REDUCED and kind != partial) for kind, before in pairs}
+        pairs.update((start, end) for start in set(starts) for end in set(ends))
+    runs: collections.Counter[tuple[int, bool]] = collections.Counter()
+    for (kind, before), times in pairs.items():
+        runs[kind, before == REDUCED and kind != partial] += times
     # Before the first tile of all nothing has a score, so that either variant of its kind will do.
-    found |= {(start, False) for start in starts if (start, True) not in found}
+    runs.update((start, False) for start in starts if (start, True) not in runs)
+    hidden = {REDUCED: len(bodies[0].hidden), partial: len(bodies[1].hidden), empty: sub_tiles}
+
+    def size(variant: tuple[int, bool]) -> float:
+        kind, after = variant
+        return 1 - (hidden.get(kind, 0) + hidden[REDUCED] * after) / (2 * sub_tiles)
+
+    left_out = False
+    for kind, _ in sorted((x for x in runs if x[1]), key=lambda x: runs[x]):
+        if sum(map(size, runs)) > most:
+            runs[kind, False] += runs.pop((kind, True))
+            left_out = True
     is_padding = (kinds == empty) & (entries.first == 0)
-    variants = tuple((x, after) for x in (*KINDS, empty) for after in (False, True) if (x, after) in found)
-    return variants, (partial, REDUCED) in pairs or bool(is_padding.any())
+    reads_hidden = left_out or (partial, REDUCED) in pairs or bool(is_padding.any())
+    return tuple((x, after) for x in (*KINDS, empty) for after in (False, True) if (x, after) in runs), reads_hidden
 
 
 class TileSchedules(NamedTuple):

@@ -37,7 +37,7 @@ class KernelJob(NamedTuple):
         generation: the TPU generation.
         name: the contender's name.
         backward: which pass.
-        mask: causal, full, window, documents, packed or blocks.
+        mask: causal, full, window, wide window, documents, packed or blocks.
         T: tokens.
         head_dim: the head dim of queries, keys and values.
         blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
@@ -60,6 +60,7 @@ def attnops_mask(kind: str, T: int) -> Any:
     masks = {
         "causal": Causal(),
         "window": Causal() & SlidingWindow(1023, 0),
+        "wide window": Causal() & SlidingWindow(4095, 0),
         "documents": Causal() & Segments(np.arange(T) // 1024),
         "packed": Causal() & Segments(_packed(T)),
         "blocks": Blocks(_chosen(T), 512, 512),
@@ -92,9 +93,9 @@ def _peer_mask(masks: Any, job: KernelJob) -> Any:
     if job.mask == "documents":
         ids = np.arange(T) // 1024
         return masks.NumpyMask((ids[:, None] == ids) & np.tri(T, dtype=bool))
-    return {"full": masks.FullMask, "causal": masks.CausalMask}[job.mask]((T, T)) if job.mask != "window" else (
-        masks.LocalMask((T, T), (1023, 0), 0)
-    )  # fmt: skip
+    if "window" in job.mask:
+        return masks.LocalMask((T, T), (1023 if job.mask == "window" else 4095, 0), 0)
+    return {"full": masks.FullMask, "causal": masks.CausalMask}[job.mask]((T, T))
 
 
 def _by_head(function: Callable[..., Any], head_dim: int) -> Callable[..., Any]:
@@ -188,26 +189,36 @@ def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
     for schedule in schedules.spans if job.backward else schedules.forward:
         maps = np.asarray(schedule.entries).reshape(-1, schedule.stride)[:, : schedule.longest + 1]
         entries, n = unpack(maps), len(maps) * schedule.joined
-        before = np.pad(entries.kind, ((0, 0), (1, 0)))[:, :-1]
-        after = (entries.kind > 0) & (before == REDUCED)
+        steps = entries.kind[:, :-1]
+        before = np.pad(steps, ((0, 0), (1, 0)))[:, :-1]
+        if plan.sequential:  # the map before; the first map's tiles follow nothing, which the average head does not
+            before[:, 0] = np.roll(steps[:, -1], 1)
+        after = before == REDUCED
         trips: Trips = []
-        for kind in kinds_of(schedules.spans) if job.backward else schedule.kinds:
-            name, is_kind = "REDUCED" if kind == REDUCED else Coverage(kind).name, entries.kind == kind
+        of_kinds = [(kind, None) for kind in kinds_of(schedules.spans)] if job.backward else schedule.variants
+        drained = (steps == Coverage.EMPTY) & (entries.first[:, :-1] == 1)
+        begins = 1 / (B * HEADS) if plan.sequential else 1.0
+        for kind, follows in of_kinds:
+            name, runs = "REDUCED" if kind == REDUCED else Coverage(kind).name, steps == kind
+            if kind == Coverage.EMPTY:
+                name, runs = "drain", drained
             # Forward, a kind of tile that may follow a REDUCED one has separate code for that case.
-            special = not job.backward and kind in schedule.after_reduced
-            trips.append((name, float((is_kind & ~after if special else is_kind).sum()) / n, 0.0))
-            trips += [(f"{name} after REDUCED", float((is_kind & after).sum()) / n, 0.0)] if special else []
+            separate = follows is not None and (kind, not follows) in schedule.variants
+            count = float((runs & (after == follows) if separate else runs).sum()) / n
+            if kind == Coverage.EMPTY:
+                ends = steps[:, -1] == REDUCED
+                count += begins * float((ends == follows).mean() if separate else 1.0)
+            trips.append((f"{name} after REDUCED" if follows else name, count, 0.0))
         rows, rounds = float(entries.last.sum()) / n, job.head_dim / 8
         empty = float(((entries.kind == 0) & entries.last).sum()) / n
         longest = schedule.longest / schedule.joined
-        padding = float(longest - ((entries.kind > 0) | (entries.first > 0)).sum() / n)
+        padding = float(longest - ((steps > 0) | (entries.first[:, :-1] > 0)).sum() / n)
         if job.backward:
             trips = [("clear dq", 1.0, rounds), ("clear dk, dv", empty, rounds), *trips, ("write", rows, 0.0),
                      ("write dq", 1.0, rounds / 2)]  # fmt: skip
             calls.append((longest, padding, trips))
         else:
-            begins = 1 / (B * HEADS) if plan.sequential else 1.0
-            trips = [("init", begins, 0.0), *trips, ("drain", begins, 0.0), ("finish", rows, 0.0)]
+            trips += [("empty rows", float(drained.sum()) / n, 0.0), ("init", begins, 0.0), ("finish", rows, 0.0)]
             calls.append((longest + 1 / schedule.joined, padding, trips))
     return calls
 

@@ -1,11 +1,13 @@
-"""What kernels are compiled for: the TPU generation, and whether with bounds checks."""
+"""What kernels are compiled for: the chip, and whether with bounds checks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import warnings
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 
@@ -16,29 +18,33 @@ class Generation(NamedTuple):
     """The properties of a generation that tile sizes depend on.
 
     Attributes:
-        name: the generation's name, such as ``"v6e"``.
+        name: the generation's name, such as ``"v6e"``; of a chip that is not known, that of the nearest.
+        number: which generation it is, as in JAX's ``TpuInfo.generation``.
         vmem: bytes of vector memory per core.
         strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.
         cores: cores of a device, which share the parallel axes of a kernel's grid.
         takes_e4m3: whether the matrix unit multiplies bfloat16 with float8_e4m3fn.
+        sublanes: rows of a vector register, of 128 elements of 32 bits each.
     """
 
     name: str
+    number: int
     vmem: int
     strided_rotation: bool = True
     cores: int = 1
     takes_e4m3: bool = True
+    sublanes: int = 8
 
 
 _MiB: Final = 1 << 20
 GENERATIONS: Final = {
     g.name: g
     for g in (
-        Generation("v4", 16 * _MiB, strided_rotation=False, cores=2, takes_e4m3=False),
-        Generation("v5e", 128 * _MiB),
-        Generation("v5p", 64 * _MiB, cores=2),
-        Generation("v6e", 128 * _MiB),
-        Generation("tpu7x", 64 * _MiB),
+        Generation("v4", 4, 16 * _MiB, strided_rotation=False, cores=2, takes_e4m3=False),
+        Generation("v5e", 5, 128 * _MiB),
+        Generation("v5p", 5, 64 * _MiB, cores=2),
+        Generation("v6e", 6, 128 * _MiB),
+        Generation("tpu7x", 7, 64 * _MiB),
     )
 }
 # Its tile sizes fit every generation.
@@ -74,11 +80,38 @@ def target(generation: str) -> Iterator[None]:
 
 
 def generation() -> Generation:
-    """The generation of `target`, else of this process's TPU, else `UNKNOWN`."""
-    name = _TARGET.value
-    if name is None and jax.default_backend() == "tpu":
-        name = _KINDS.get(jax.devices()[0].device_kind)
-    return GENERATIONS.get(name or "", UNKNOWN)
+    """The generation of `target`, else of this process's TPU, else `UNKNOWN`.
+
+    A TPU of no known generation has the tile sizes of the nearest one, with the memory, cores and registers that JAX's
+    `get_tpu_info` says, and a warning.
+    """
+    if _TARGET.value is not None:
+        return GENERATIONS[_TARGET.value]
+    if jax.default_backend() != "tpu":
+        return UNKNOWN
+    kind = jax.devices()[0].device_kind
+    return GENERATIONS[_KINDS[kind]] if kind in _KINDS else _nearest(kind)
+
+
+@functools.cache
+def _nearest(kind: str) -> Generation:
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        info: Any = pltpu.get_tpu_info()
+    except ValueError:  # this JAX doesn't know it either
+        nearest, known = UNKNOWN, "JAX doesn't describe it"
+    else:
+        vmem = info.vmem_capacity_bytes
+        nearest = min(GENERATIONS.values(), key=lambda g: (abs(g.number - info.generation), abs(g.vmem - vmem)))
+        nearest = nearest._replace(vmem=vmem, cores=info.num_cores, sublanes=info.num_sublanes)
+        known = f"{vmem >> 20} MiB of vector memory, {info.num_cores} cores, {info.num_sublanes} sublanes"
+    warnings.warn(
+        f"attnops-tpu has no tile sizes for {kind!r} ({known}), and plans as for {nearest.name}: results are right, "
+        "but kernels may be slow; update attnops-tpu",
+        stacklevel=2,
+    )
+    return nearest
 
 
 def bounds_checks() -> bool:

@@ -24,7 +24,19 @@ INDEX = TileIndex(*map(np.int32, (1, 5, 3, 2)))  # type: ignore[arg-type]
 def plan(**fields: Any) -> FlashPlan:
     """A plan of which only the sizes matter."""
     none: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(FlashPlan))
-    sizes = {"B": 2, "T": 64, "S": 64, "H": 6, "K": 2, "D": 16, "Dv": 24, "bq": 16, "bk": 32, "is_partial": False}
+    sizes = {
+        "B": 2,
+        "T": 64,
+        "S": 64,
+        "H": 6,
+        "K": 2,
+        "D": 16,
+        "Dv": 24,
+        "bq": 16,
+        "bk": 32,
+        "is_partial": False,
+        "sublanes": 8,
+    }
     return FlashPlan(**none | sizes | {"dtype": jnp.dtype(jnp.bfloat16), "scoring": Scoring()} | fields)
 
 

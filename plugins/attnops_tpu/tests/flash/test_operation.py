@@ -7,6 +7,7 @@ import functools
 import math
 import subprocess
 import sys
+import types
 from typing import Any
 
 import jax
@@ -19,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ScoreFn
 from attnops.masks import Causal, MaskFn, Segments
-from attnops_testing import attention
+from attnops_testing import attention, attention_gradients
 from attnops_testing.features import combine
 from attnops_testing.invariance import Sizes, changed_by_batch
+from attnops_tpu import generations
 from attnops_tpu.aot import compile_for
 from attnops_tpu.flash.tile_sizes import MAX_TILES, TABLE, Problem, choose
 from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
@@ -62,6 +64,46 @@ def test_the_generation_is_that_of_target_and_unknown_ones_are_refused() -> None
     assert set(TABLE) == set(GENERATIONS)
     with pytest.raises(ValueError, match="'v9' is unknown"), target("v9"):
         pass
+
+
+def test_a_chip_without_a_plan_has_that_of_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental.pallas import tpu as pltpu
+
+    def on(kind: str, info: Any) -> Any:
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+        monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)])
+        monkeypatch.setattr(pltpu, "get_tpu_info", info)
+        return generation()
+
+    def unknown() -> Any:
+        raise ValueError("Unsupported TPU device kind")
+
+    known = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V6E, 1)
+    later = dataclasses.replace(known, generation=8, vmem_capacity_bytes=192 << 20, num_sublanes=16)
+    with pytest.warns(UserWarning, match="no tile sizes for 'TPU8t' \\(192 MiB .* 16 sublanes\\).* as for tpu7x"):
+        chip = on("TPU8t", lambda: later)
+    assert chip == GENERATIONS["tpu7x"]._replace(vmem=192 << 20, sublanes=16)
+    with pytest.warns(UserWarning, match="'TPU9' \\(JAX doesn't describe it\\).* as for v4"):
+        assert on("TPU9", unknown) == UNKNOWN
+    assert on("TPU v6 lite", unknown) == GENERATIONS["v6e"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("D", [32, 24])
+def test_registers_of_16_sublanes(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are those of the contract; a head dim that 16 does not divide has registers of 8."""
+    monkeypatch.setitem(generations.GENERATIONS, "tpu7x", GENERATIONS["tpu7x"]._replace(sublanes=16))
+    q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 96, 2, D)).astype(np.float32)
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_q=32, block_k=32)
+    flash = OperationRegistry.create("attnops-tpu:flash", metadata)
+    with target("tpu7x"):
+        out, pull_back = jax.vjp(lambda *qkv: flash(*qkv, mask=Causal()).attention_outputs, q, k, v)
+        result = pull_back(d)
+    seen = np.tri(96, dtype=bool)[None, None]
+    np.testing.assert_allclose(out, attention(q, k, v, mask=seen).out, atol=5e-6)
+    expected = attention_gradients(q, k, v, mask=seen, d_out=d).values
+    for x, name in zip(result, ("query", "key", "value"), strict=True):
+        np.testing.assert_allclose(x, expected[name], atol=2e-5)
 
 
 def test_tiles_fit_the_least_memory_and_the_mask() -> None:

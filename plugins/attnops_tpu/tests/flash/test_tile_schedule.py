@@ -106,10 +106,10 @@ def test_maps_of_very_different_lengths_are_drained_once_each(traced: bool, monk
     drained: list[int] = []
     step = forward._step
 
-    def counting(plan: Any, refs: Any, indices: Any, first: Any, body: Any, hidden: Any = ()) -> None:
+    def counting(plan: Any, refs: Any, indices: Any, first: Any, *rest: Any) -> None:
         if first is None:
             jax.debug.callback(lambda b: drained.append(int(b)), indices[0].b)
-        step(plan, refs, indices, first, body, hidden)
+        step(plan, refs, indices, first, *rest)
 
     monkeypatch.setattr(forward, "_step", counting)
     ids = np.stack([np.zeros(64, np.int32), np.arange(64, dtype=np.int32) // 8])
@@ -166,6 +166,32 @@ def test_joined_batches_are_not_padded(traced: bool) -> None:
     assert (batches[-1], entry.row[-1], entry.kind[-1], entry.last[-1]) == (2, 1, 0, 0), "the last tile is repeated"
 
 
+def test_code_for_tiles_after_reduced_ones() -> None:
+    """A map's first tile follows the last one of the map before, if one core runs all; there is code for no others."""
+    empty, partial, full = (int(kind) for kind in (Coverage.EMPTY, Coverage.PARTIAL, Coverage.FULL))
+    causal = np.array([[REDUCED, empty], [full, REDUCED]])[None, None]
+    variants = ((full, True), (REDUCED, False), (empty, True))
+    assert tile_schedule(causal).variants == variants
+    assert tile_schedule(causal, sequential=True).variants == (*variants[:2], (REDUCED, True), variants[2])
+    assert not tile_schedule(causal).reads_hidden
+    longer = np.array([[REDUCED, empty, empty], [full, REDUCED, empty], [full, full, partial]])[None, None]
+    assert tile_schedule(longer, sequential=True).variants == (
+        (full, False), (full, True), (partial, False), (REDUCED, False), (empty, False)
+    )  # fmt: skip
+    maps = np.concatenate([causal, np.array([[full, empty], [full, partial]])[None, None]])
+    assert set(tile_schedule(maps, sequential=True).variants) == {
+        (full, False), (full, True), (partial, False), (REDUCED, False), (REDUCED, True), (empty, False), (empty, True)
+    }  # fmt: skip
+    bodies = (Body(True, hidden=((1, 0),)), Body(True))
+    assert len(tile_schedule(maps, bodies=bodies, sequential=True, sub_tiles=4).variants) == 7
+    small = tile_schedule(maps, bodies=bodies, sequential=True, sub_tiles=4, most_code=4.3)
+    assert small.variants == ((full, False), (full, True), (partial, False), (REDUCED, False), (empty, False))
+    assert small.reads_hidden, "a kernel with little code has only the variants that run most"
+    padded = np.concatenate([causal, np.array([[REDUCED, empty], [REDUCED, empty]])[None, None]])
+    assert tile_schedule(padded).reads_hidden, "an entry that does nothing is between a REDUCED tile and what follows"
+    assert tile_schedule(np.array([[REDUCED, partial]])[None, None]).reads_hidden
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.tier(every=2)
@@ -217,7 +243,7 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
         backward, "_add_tile", lambda *args: (hidden["backward"].append(len(args[3].hidden)), add(*args))[1]
     )
     q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 28, 1, 8)).astype(np.float32)
-    if name == "per head":
+    if name in ("causal", "per head"):
         q, d = (np.repeat(x, 2, axis=2) for x in (q, d))
     H = q.shape[2]
     mask = (
@@ -229,8 +255,9 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
         if name == "window"
         else MASKS[name]
     )
-    out, pull_back = jax.vjp(lambda *qkv: operation()(*qkv, mask=mask).attention_outputs, q, k, v)
-    result = pull_back(d)
+    with target("v6e"):  # one core runs both heads
+        out, pull_back = jax.vjp(lambda *qkv: operation()(*qkv, mask=mask).attention_outputs, q, k, v)
+        result = pull_back(d)
     assert all(max(each) > 0 for each in hidden.values())
     # Tiles at both ends of a window lack sub-tiles, others than each other.
     assert name != "window" or hidden["backward"] == [1, 1]

@@ -57,13 +57,15 @@ class PallasFlash(FlashBackend):
             bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
         )  # fmt: skip
         tiles = choose(metadata, problem, functools.partial(count_active_tiles, mask, call.scores_shape))
+        chip = generation()
         # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
         one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
         return FlashPlan(
             B=B, inner=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, dtype=jnp.dtype(dtype), is_partial=call.is_partial,
             scoring=scoring, precision=lax.Precision.DEFAULT if one_pass else lax.Precision.HIGHEST, scale=call.scale,
-            interpret=metadata.interpret, strided_rotation=generation().strided_rotation,
-            bounds_checks=bounds_checks(), sequential=generation().cores == 1, max_logits=call.max_logits,
+            interpret=metadata.interpret, strided_rotation=chip.strided_rotation,
+            bounds_checks=bounds_checks(), sequential=chip.cores == 1, max_logits=call.max_logits,
+            sublanes=math.gcd(chip.sublanes, Dv, tiles.forward.rows),
             **tiles._asdict(),
         )  # fmt: skip
 

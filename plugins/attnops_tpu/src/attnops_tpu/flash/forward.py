@@ -39,14 +39,13 @@ from attnops_tpu.references import Output, Prefetched
 if TYPE_CHECKING:
     from attnops.typing import Leaf, Ref
 
-SUBLANES = 8
 EMPTY: Final = int(Coverage.EMPTY)
 # Primitives of masks by position alone.
 COMPARISONS: Final = frozenset({"add", "and", "ge", "gt", "le", "lt", "not", "or", "sub"})
 
 
 class TileState(NamedTuple):
-    """References to vector memory that is kept from step to step. A number per query is repeated in all 8 sublanes."""
+    """References to vector memory that is kept from step to step. A number per query is repeated in all sublanes."""
 
     scores: Ref  # [bk, bq], the scores of the previous tile
     m: Ref  # [8, bq], the largest score of the row of tiles so far
@@ -127,7 +126,7 @@ def _references(
         index = previous(*ids)
         return (index.b, index.h, 0, index.q_tile)
 
-    a_number = pltpu.VMEM((SUBLANES, plan.bq), jnp.float32)
+    a_number = pltpu.VMEM((plan.sublanes, plan.bq), jnp.float32)
     return ForwardRefs(
         entries=Prefetched(schedule.entries),
         q=rows_of_query(q, plan).at(current),
@@ -185,15 +184,14 @@ def _previous_step(
     before = jnp.maximum(step - 1, 0)
     if not plan.sequential or plan.B // schedule.joined * plan.H == 1:
         return b, h, before
-    # Each map's last entry repeats its last tile.
-    is_start = step == 0
+    is_start, end = step == 0, schedule.longest - 1
     if schedule.joined == plan.B:
-        return b, jnp.maximum(h - is_start, 0), jnp.where(is_start & (h > 0), schedule.longest, before)
+        return b, jnp.maximum(h - is_start, 0), jnp.where(is_start & (h > 0), end, before)
     is_batch_start = is_start & (h == 0)
     return (
         jnp.maximum(b - is_batch_start, 0),
         jnp.where(is_batch_start & (b > 0), plan.H - 1, jnp.maximum(h - is_start, 0)),
-        jnp.where(is_start & (b + h > 0), schedule.longest, before),
+        jnp.where(is_start & (b + h > 0), end, before),
     )
 
 
@@ -215,32 +213,27 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
         is_first &= b + h == 0
         is_last &= (b == plan.B // schedule.joined - 1) & (h == plan.H - 1)
 
-    @pl.when(is_first)
-    def _() -> None:
-        state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
-        state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
-        state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
-        _clear(state)
-
     previous = schedule.at(entries, *before)
-    for kind in schedule.kinds:
-        step_of = functools.partial(_step, plan, refs, indices, entry.first == 1, schedule.body(kind))
-        if kind in schedule.after_reduced:
-            after = previous.kind == REDUCED
-            pl.when((entry.kind == kind) & ~after)(step_of)
-            pl.when((entry.kind == kind) & after)(functools.partial(step_of, schedule.body(REDUCED).hidden))
-        else:
-            pl.when(entry.kind == kind)(step_of)
-
     # A row without tiles; entries that pad a map do nothing. After another such row there are no scores to accumulate.
     is_row = (entry.kind == EMPTY) & (entry.first == 1)
+    drains = is_row & (is_first | (previous.kind != EMPTY) | (previous.first == 0)) | is_last
+    for kind, after in schedule.variants:
+        runs = drains if kind == EMPTY else entry.kind == kind
+        if (kind, not after) in schedule.variants:
+            runs &= (previous.kind == REDUCED) == after
+        body, fills_hidden = schedule.body(kind), kind != REDUCED or schedule.reads_hidden
+        hidden_before = schedule.body(REDUCED).hidden if after else ()
+        first = None if kind == EMPTY else entry.first == 1
+        pl.when(runs)(functools.partial(_step, plan, refs, indices, first, body, hidden_before, fills_hidden))
 
-    @pl.when(is_row & ((previous.kind != EMPTY) | (previous.first == 0)) | is_last)
+    @pl.when(is_row)
     def _() -> None:
-        _step(plan, refs, indices, None, Body())
         state.scores[...] = jnp.full(state.scores.shape, -jnp.inf, jnp.float32)
         state.m[...] = jnp.full(state.m.shape, -jnp.inf, jnp.float32)
         state.alpha[...] = jnp.zeros(state.alpha.shape, jnp.float32)
+
+    # The first step has accumulated whatever was in memory.
+    pl.when(is_first)(functools.partial(_clear, state))
 
     @pl.when((entry.first == 1) & ~is_first | is_last)
     def _() -> None:
@@ -252,7 +245,7 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
 
 def _step(
     plan: FlashPlan, refs: ForwardRefs, indices: tuple[TileIndex, TileIndex], first: Leaf, body: Body,
-    hidden_before: Hidden = (),
+    hidden_before: Hidden = (), fills_hidden: bool = False,
 ) -> None:  # fmt: skip
     """Compute the scores of the current tile, and accumulate those of the previous tile.
 
@@ -262,7 +255,8 @@ def _step(
         indices: the indices of the current and the previous tile.
         first: whether the current tile begins a row; None if there is no current tile.
         body: the code of the current tile's kind.
-        hidden_before: the sub-tiles that have no score of the previous tile, where scores are -inf.
+        hidden_before: the sub-tiles of the previous tile that are not read: all their scores are masked.
+        fills_hidden: whether the next step reads the scores of the current tile's hidden sub-tiles, which are -inf.
     """
     c, state = log2_unit(plan), refs.state
     rows, cols = plan.forward.rows, plan.forward.cols
@@ -276,20 +270,21 @@ def _step(
         for row in range(0, plan.bk, rows):
             keys, sub_tile = slice(row, row + rows), (col // cols, row // rows)
             if sub_tile not in hidden_before:
-                weights = jnp.exp2((_by_sublane(state.scores[keys, at]) - base) * c)
+                weights = jnp.exp2((_by_sublane(plan, state.scores[keys, at]) - base) * c)
                 l_tile = _plus(l_tile, weights.sum(axis=0))
                 weights, v = weights.reshape(rows, cols), refs.v[keys, :]
                 if plan.scoring.has_fully_masked_tokens:
                     # Fully masked tokens may hold NaN, and 0 · NaN is NaN.
                     v = jnp.where(weights.max(axis=1, keepdims=True) != 0, v, jnp.zeros((), v.dtype))
             if sub_tile in body.hidden:
-                state.scores[keys, at] = jnp.full((rows, cols), -jnp.inf, jnp.float32)
+                if fills_hidden:
+                    state.scores[keys, at] = jnp.full((rows, cols), -jnp.inf, jnp.float32)
             elif first is not None:
                 # The matrix unit works in program order: these products fill the time until the weights are there.
                 sub = SubTile(plan, refs.arrays, indices[0], row, rows, col, cols)
                 s = _scores(sub, refs, body.is_masked(*sub_tile))
                 state.scores[keys, at] = s
-                highest = _by_sublane(s).max(axis=0)
+                highest = _by_sublane(plan, s).max(axis=0)
                 m_tile = highest if m_tile is None else jnp.maximum(m_tile, highest)
             if sub_tile in hidden_before:
                 continue
@@ -299,16 +294,16 @@ def _step(
             # Accumulated in memory: as a value it would occupy half of the registers.
             acc = state.acc[:, at]
             if not is_scaled:
-                acc, is_scaled = (alpha[None] * _by_sublane(acc)).reshape(plan.Dv, cols), True
+                acc, is_scaled = (alpha[None] * _by_sublane(plan, acc)).reshape(plan.Dv, cols), True
             state.acc[:, at] = acc + out
         if l_tile is None:  # all of these sub-tiles are hidden
-            state.acc[:, at] = (alpha[None] * _by_sublane(state.acc[:, at])).reshape(plan.Dv, cols)
-            l_tile = jnp.zeros((SUBLANES, cols), jnp.float32)
+            state.acc[:, at] = (alpha[None] * _by_sublane(plan, state.acc[:, at])).reshape(plan.Dv, cols)
+            l_tile = jnp.zeros((plan.sublanes, cols), jnp.float32)
         state.l[:, at] = alpha * state.l[:, at] + l_tile
         state.m_before[:, at] = m_before
         if first is not None:
             if m_tile is None:
-                m_tile = jnp.full((SUBLANES, cols), -jnp.inf, jnp.float32)
+                m_tile = jnp.full((plan.sublanes, cols), -jnp.inf, jnp.float32)
             m_before = jnp.where(first, -jnp.inf, m_before)
             m = jnp.maximum(m_before, jnp.broadcast_to(m_tile.max(axis=0, keepdims=True), m_tile.shape))
             state.m[:, at] = m
@@ -357,9 +352,9 @@ def _finite(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, 0.0, m)
 
 
-def _by_sublane(x: jax.Array) -> jax.Array:
+def _by_sublane(plan: FlashPlan, x: jax.Array) -> jax.Array:
     """[n, cols] to [n / 8, 8, cols]: reductions along the first axis then need one register at a time."""
-    return x.reshape(-1, SUBLANES, x.shape[1])
+    return x.reshape(-1, plan.sublanes, x.shape[1])
 
 
 def _plus(total: jax.Array | None, x: jax.Array) -> jax.Array:

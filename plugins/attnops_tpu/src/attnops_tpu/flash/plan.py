@@ -43,6 +43,7 @@ class FlashPlan:
     scoring: Scoring  # what changes scores: mask, bias, soft cap, sinks and dropout, see `attnops.kernels.Scoring`
     span: int  # tiles of queries whose gradients are in vector memory at a time
     split: int  # the query heads of a kv head are processed in so many groups in the backward pass; a divisor of G
+    sublanes: int  # rows of a vector register; fewer if they do not divide a sub-tile
     sequential: bool  # whether one core runs a kernel's batches and heads, in order
     strided_rotation: bool  # whether the hardware can rotate each row of a register by a different number of lanes
     interpret: bool  # whether kernels run in Pallas's interpreter

@@ -16,6 +16,7 @@ from attnops.masks import Coverage, Mask, block_map, block_sizes
 from attnops_tpu.flash.operands import Arrays, chosen_by_tile, pad_last, value_layout
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile_schedule import MASKED, Bodies, TileSchedules, reduced, row_chunks, tile_schedule
+from attnops_tpu.flash.tile_sizes import MAX_CODE, forward_code
 
 if TYPE_CHECKING:
     from attnops.typing import Array, PyTree
@@ -75,7 +76,17 @@ def tile_schedules(plan: FlashPlan, mask: Mask | None) -> TileSchedules:
     )  # fmt: skip
     coverage, bodies = _reduced(plan, mask, coverage, by_key=False)
     forward = tuple(
-        tile_schedule(coverage[:, :, first:stop], first, 0, bodies, joins) for first, stop in row_chunks(coverage)
+        tile_schedule(
+            coverage[:, :, first:stop],
+            first,
+            0,
+            bodies,
+            joins,
+            plan.sequential,
+            plan.bq // plan.forward.cols * (plan.bk // plan.forward.rows),
+            MAX_CODE / forward_code(plan.bq, plan.bk),
+        )
+        for first, stop in row_chunks(coverage)
     )
     return TileSchedules(forward, spans, None)
 

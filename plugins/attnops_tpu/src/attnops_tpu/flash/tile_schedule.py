@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import jax
@@ -65,7 +67,7 @@ class Entry(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["entries", "traced"],
-    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "after_reduced", "joined"],
+    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "variants", "reads_hidden", "joined"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -80,8 +82,11 @@ class TileSchedule(Foldable):
     rows: tuple[int, int]  # index of the first row, and of the last plus 1
     bodies: Bodies = (MASKED, MASKED)  # the code of `REDUCED` tiles, and of other PARTIAL tiles
     traced: Leaf = None  # for a traced mask, the grid steps that are needed, int32; else None
-    # The kinds of entries, other than PARTIAL and EMPTY, that follow a `REDUCED` one.
-    after_reduced: tuple[int, ...] = ()
+    # The kinds of entries, each with whether they follow a `REDUCED` one; for PARTIAL ones always False. An EMPTY one
+    # is a row without tiles, or the end of a map.
+    variants: tuple[tuple[int, bool], ...] = ()
+    # Whether a PARTIAL tile, or an entry that pads a map, follows a `REDUCED` tile.
+    reads_hidden: bool = False
     # How many batches each map lists, one after the other, so that none is padded; the grid has so many times fewer
     # batches.
     joined: int = 1
@@ -98,7 +103,7 @@ class TileSchedule(Foldable):
 
     def body(self, kind: int) -> Body:
         """The code for a kind of tiles."""
-        return Body() if kind == Coverage.FULL else self.bodies[kind != REDUCED]
+        return Body() if kind in (Coverage.EMPTY, Coverage.FULL) else self.bodies[kind != REDUCED]
 
     def padded(self, longest: int) -> Array:
         """The entries, each map padded to a length; the padding is never read."""
@@ -213,8 +218,9 @@ def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
 
 
 def tile_schedule(
-    coverage: Array, first_row: int = 0, first_column: int = 0, bodies: Bodies = (MASKED, MASKED), joins: bool = False
-) -> TileSchedule:
+    coverage: Array, first_row: int = 0, first_column: int = 0, bodies: Bodies = (MASKED, MASKED), joins: bool = False,
+    sequential: bool = False, sub_tiles: int = 1, most_code: float = math.inf,
+) -> TileSchedule:  # fmt: skip
     """The schedule of a block map: its active tiles, and one EMPTY entry for each row without any.
 
     Args:
@@ -224,6 +230,9 @@ def tile_schedule(
         first_column: index of the first column, if the coverage is a chunk of columns.
         bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles, from `reduced`.
         joins: whether the maps of batches may be listed one after the other, see `TileSchedule.joined`.
+        sequential: whether one core runs all maps in order, so that a map's first tile follows another's last one.
+        sub_tiles: how many sub-tiles a tile has.
+        most_code: how much code the kernel may have, as a multiple of that of a FULL tile.
 
     Raises:
         ValueError: there are more tiles than an entry can number.
@@ -261,11 +270,9 @@ def tile_schedule(
     entries = xp.take_along_axis(packed, index, axis=1)
     repeated = np.arange(longest + 1) >= count[:, None]
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
-    after: tuple[int, ...] = ()
+    variants, reads_hidden = tuple((kind, False) for kind in (*kinds, int(Coverage.EMPTY))), False
     if xp is np:
-        of_entry = unpack(entries).kind
-        next_kinds = of_entry[:, 1:][of_entry[:, :-1] == REDUCED]
-        after = tuple(kind for kind in (int(Coverage.FULL), REDUCED) if (next_kinds == kind).any())
+        variants, reads_hidden = _variants(unpack(entries[:, :-1]), bodies, sequential, sub_tiles, most_code)
     if n > 1:
         entries = xp.concatenate([entries, index // (rows * columns)], axis=1)
     return TileSchedule(
@@ -276,9 +283,50 @@ def tile_schedule(
         (first_row, first_row + rows),
         bodies,
         steps,
-        after,
+        variants,
+        reads_hidden,
         n,
     )
+
+
+def _variants(
+    entries: Entry, bodies: Bodies, sequential: bool, sub_tiles: int, most: float
+) -> tuple[tuple[tuple[int, bool], ...], bool]:
+    """`TileSchedule.variants` and `TileSchedule.reads_hidden`.
+
+    Args:
+        entries: [maps, entries of a map].
+        bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles.
+        sequential: see `tile_schedule`.
+        sub_tiles: how many sub-tiles a tile has.
+        most: how much code a kernel may have, as a multiple of that of a FULL tile. Variants that follow a `REDUCED`
+            tile are left out until it fits, those that run least first.
+    """
+    kinds, empty, partial = entries.kind, int(Coverage.EMPTY), int(Coverage.PARTIAL)
+    starts, ends = kinds[:, 0].tolist(), kinds[:, -1].tolist()
+    pairs = collections.Counter(zip(kinds[:, 1:].reshape(-1).tolist(), kinds[:, :-1].reshape(-1).tolist(), strict=True))
+    pairs.update((empty, end) for end in set(ends))
+    if sequential:
+        pairs.update((start, end) for start in set(starts) for end in set(ends))
+    runs: collections.Counter[tuple[int, bool]] = collections.Counter()
+    for (kind, before), times in pairs.items():
+        runs[kind, before == REDUCED and kind != partial] += times
+    # Before the first tile of all nothing has a score, so that either variant of its kind will do.
+    runs.update((start, False) for start in starts if (start, True) not in runs)
+    hidden = {REDUCED: len(bodies[0].hidden), partial: len(bodies[1].hidden), empty: sub_tiles}
+
+    def size(variant: tuple[int, bool]) -> float:
+        kind, after = variant
+        return 1 - (hidden.get(kind, 0) + hidden[REDUCED] * after) / (2 * sub_tiles)
+
+    left_out = False
+    for kind, _ in sorted((x for x in runs if x[1]), key=lambda x: runs[x]):
+        if sum(map(size, runs)) > most:
+            runs[kind, False] += runs.pop((kind, True))
+            left_out = True
+    is_padding = (kinds == empty) & (entries.first == 0)
+    reads_hidden = left_out or (partial, REDUCED) in pairs or bool(is_padding.any())
+    return tuple((x, after) for x in (*KINDS, empty) for after in (False, True) if (x, after) in runs), reads_hidden
 
 
 class TileSchedules(NamedTuple):

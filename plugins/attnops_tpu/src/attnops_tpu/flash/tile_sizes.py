@@ -74,6 +74,9 @@ SUB_TILES: Final[dict[str, tuple[SubTileSizes, SubTileSizes]]] = {
 # The fixed bundles of a grid step: 110 to 200 forward and 180 to 280 backward, depending on whether operands are in
 # vector or in main memory, and the share of a row's ends.
 STEP: Final = 400
+# Bundles of a kernel's code, without masks, which need up to a fifth more. A kernel of 55,000 was 3.4 times slower on a
+# v6e than one of 35,000, flywheel's authors report: instruction memory is small.
+MAX_CODE: Final = 28_000
 # The largest tile that is a candidate for every generation.
 LARGEST: Final = 1024
 # Tiles of queries are rows of one kernel's schedule and columns of another's, and so are tiles of keys.
@@ -154,6 +157,11 @@ def _candidates(
         computed = full + partial * _share(bq, bk, tpu)
         candidates[bq, bk] = computed * bq * bk / 512**2 * row.bundles + (partial + full) * STEP
     return candidates
+
+
+def forward_code(bq: int, bk: int) -> float:
+    """Bundles of the forward pass's code for a FULL tile: of forward and backward together, some 0.31."""
+    return 0.31 * TABLE[generation().name][0].bundles * bq * bk / 512**2
 
 
 def _share(bq: int, bk: int, tpu: Generation) -> float:

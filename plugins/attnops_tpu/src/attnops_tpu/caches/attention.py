@@ -16,7 +16,6 @@ from attnops.kernels import FlashCall, describe, equally_varying, one_by_one
 from attnops_caches import NewTokens, PagedCache, StoredCache, WindowCache
 from attnops_caches.masks import without_table
 from attnops_tpu.caches.batches import run_in_batches
-from attnops_tpu.caches.kernel import run_item
 from attnops_tpu.caches.new_tokens import written
 from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, outputs, queries
 from attnops_tpu.caches.packed import has_packed, new_of_tiles, packed, unpacked
@@ -24,6 +23,7 @@ from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import memory, references
 from attnops_tpu.caches.schedule import schedule, words_of_pages
 from attnops_tpu.caches.tile_sizes import LANES, choose, unit_of
+from attnops_tpu.caches.transposed import run_item
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.references import call_kernel
@@ -72,7 +72,9 @@ def cached_attention(
         arrays_of: dict[str, Any] = dict(zip(blocks, results.sources, strict=True))
         arrays_of = {name: x.reshape(getattr(cache.store, name).shape) for name, x in arrays_of.items()}
         cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
-    lse = None if results.lse is None else outputs(plan, results.lse[..., :1])[..., 0].swapaxes(1, 2)
+    lse = results.lse
+    if lse is not None:
+        lse = outputs(plan, lse.swapaxes(2, 3) if plan.transposed else lse[..., :1])[..., 0].swapaxes(1, 2)
     out = outputs(plan, results.out[..., plan.value_lanes - plan.Dv :])
     if of_tiles is not None:
         out, lse = packed(of_tiles, out, lse)

@@ -89,6 +89,7 @@ class CacheTileSizes(NamedTuple):
     piece: int
     buffers: int
     starts: Starts
+    transposed: bool
 
 
 def unit_of(page_size: int, slots: int) -> int:
@@ -104,7 +105,8 @@ def queries_a_tile(block_q: int | None, T: int, G: int) -> int:
         T: queries per row.
         G: query heads per kv head.
     """
-    return min(T, block_q or max(_ROWS // G // 8, 1) * 8)
+    import os
+    return min(T, block_q or max(int(os.environ.get('PF_R', _ROWS)) // G // 8, 1) * 8)
 
 
 def packed_queries_a_tile(block_q: int | None, N: int, rows: int, G: int) -> int:
@@ -153,11 +155,15 @@ def choose(
     step = unit if interpret else math.lcm(unit, LANES)
     rows = -(-G * bq // 8) * 8
     chunk = max(_CHUNK // rows // LANES * LANES, _LEAST_CHUNK if rows <= LANES else LANES)
+    import os
+    transposed = rows >= 256 and rows % 128 == 0
     tile = 2 * row.tile if row.buffers > 2 and unit * token_bytes <= _SMALL_UNIT else row.tile
     most = min(tile // token_bytes, _SCORES // (G * bq))
     is_long = _MANY_ROWS <= rows <= LANES
     if is_long:
         most = max(most, min(_CHUNKS // K, generation.vmem // _SHARE // token_bytes // chunk) * chunk)
+    if transposed:
+        most = int(os.environ.get("PF_TILE", row.tile)) // token_bytes
     most = block_k or min(most, unit * _MAX_UNITS)
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
@@ -166,15 +172,17 @@ def choose(
     starts = Starts.BEFORE
     if row.buffers > 2:
         is_many = units * (row.start if itemsize == 1 else 1) > reads_a_tile(K, bk)
-        starts = Starts.AFTER if is_long else Starts.BETWEEN if is_many else Starts.BEFORE
+        starts = Starts.AFTER if is_long or transposed else Starts.BETWEEN if is_many else Starts.BEFORE
     if starts is Starts.BETWEEN and not interpret:
         # Few scores, so that those of four chunks stay in registers while the products of others are pending.
         chunk = min(chunk, _LEAST_CHUNK)
     chunk = min(chunk, bk)
-    masked = min(chunk, max(_MASKED // token_bytes // LANES * LANES, LANES))
+    if transposed:
+        chunk = min(bk, int(os.environ.get("PF_C", bk)))
+    masked = min(256 if transposed else chunk, max(_MASKED // token_bytes // LANES * LANES, LANES))
     masked = chunk if bk % masked else masked
     if interpret:
         # Only some tests interpret the plan of a generation other than v4: those have chunks.
         masked = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
         chunk = masked if row.tile <= _MASKED else bk
-    return CacheTileSizes(bq, bk, chunk, masked, unit, math.lcm(units, PIECE), row.buffers, starts)
+    return CacheTileSizes(bq, bk, chunk, masked, unit, math.lcm(units, PIECE), row.buffers, starts, transposed)

@@ -91,7 +91,8 @@ class Kernel:
         """
         plan = self.plan
         between = Between(starts, reads_a_tile(plan.K, plan.bk, plan.chunk))
-        if not masked or plan.bk == plan.masked_chunk or plan.bk % plan.masked_chunk:
+        is_straight = not (masked or plan.is_looped)
+        if is_straight or plan.bk == plan.masked_chunk or plan.bk % plan.masked_chunk:
             self._add_chunks(tile, buffer, ranges(plan.bk, plan.chunk), masked, between)
         else:
             # A loop over chunks, since queries may see few keys of the tile.

@@ -121,6 +121,11 @@ class CachePlan:
         return self.width - self.value_start if self.is_joined else self.Dv
 
     @property
+    def is_looped(self) -> bool:
+        """Whether tiles without anything to mask are computed in a loop over chunks too."""
+        return self.transposed and self.chunk == self.masked_chunk
+
+    @property
     def units(self) -> int:
         """Units per tile of keys."""
         return self.bk // self.unit

@@ -18,7 +18,7 @@ from attnops_tpu.caches.operands import KernelInputs, rows_by_key
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.schedule import ItemSchedule
 from attnops_tpu.caches.stream_state import StreamState
-from attnops_tpu.caches.tile_sizes import LANES
+from attnops_tpu.caches.tile_sizes import LAG, LANES, SUB_ROWS
 from attnops_tpu.references import ANY, Input, Output, Prefetched, needed
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _SUBLANES: Final = 8
 class ItemState(NamedTuple):
     """What is kept from tile to tile, in vector memory."""
 
+    # If scores are transposed, so are these, with 8 for 128, and there is no ``by_row``.
     m: Any  # [K, R, 128], the largest score so far, in all lanes
     l: Any  # [K, R, 128], the sum of the weights, separately for each lane
     acc: Any  # [K, R, value_lanes], the sum of weights times values
@@ -59,11 +60,12 @@ class CacheRefs(NamedTuple):
     table: Any  # [rows · pieces, 1, piece] in main memory, the blocks of pages; None without pages
     words: Any  # [rows · pieces, 1, 128] in main memory, whether pages are in the table; None without pages
     out: Any  # [1, K, R, value_lanes]
-    lse: Any  # [1, K, R, 128]; None if the call does not return it
+    lse: Any  # [1, K, R, 128], or [1, K, 1, R] if scores are transposed; None if the call does not return it
     sources: tuple[Any, ...]  # in main memory, see `attnops_tpu.caches.operands.KernelInputs`
     by_key: Any  # values by key [B or 1, nk, rows, bk] in main memory; None for none
     state: ItemState  # the online softmax so far
-    scores: tuple[Any, ...]  # transposed scores of two units, float32 [chunk + 8, 256] each; else empty
+    # transposed scores, float32 [chunk + 8, 256] each, see `attnops_tpu.caches.transposed`; else empty
+    scores: tuple[Any, ...]
     buffers: tuple[Any, ...]  # tiles of the sources [buffers, K, bk, d], and of scales [buffers, K, bk]
     by_key_buffer: Any  # tiles of ``by_key`` [buffers, rows, bk]
     # two pieces of the table, [2 · piece] in scalar memory: with one axis, the address of an entry is a sum.
@@ -141,7 +143,7 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
             acc=state(plan.K, plan.value_lanes),
             by_row=() if plan.transposed else tuple(state(x.shape[1], LANES, x.dtype) for x in values.by_row),
         ),
-        scores=(pltpu.VMEM((plan.chunk + 8, 256), jnp.float32),) * 8 if plan.transposed else (),
+        scores=(pltpu.VMEM((plan.chunk + _SUBLANES, SUB_ROWS), jnp.float32),) * (LAG + 1) if plan.transposed else (),
         buffers=tuple(pltpu.VMEM((plan.buffers, plan.K, *_buffer(plan, x)), x.dtype) for x in inputs.sources),
         by_key_buffer=pltpu.VMEM((plan.buffers, rows, plan.bk), jnp.int32) if rows else None,
         pages=pltpu.SMEM((2 * plan.piece,), jnp.int32),

@@ -59,11 +59,12 @@ class StepCase(enum.Enum):
     """What a step computes with, and what it starts."""
 
     WHOLE = enum.auto()  # nothing of its tile is masked, and the next tile is whole
-    LAST = enum.auto()  # nothing of its tile is masked, and the next is not whole, or there is none
+    # nothing of its tile is masked, and the next is not whole, or there is none; of `Starts.BRANCHED`, it may be any
+    LAST = enum.auto()
     MASKED = enum.auto()  # all others: the tile is computed as masked, and the next may be of any kind
 
 
-def step_cases(starts: Starts, transposed: bool, is_full: jax.Array, next_is_whole: jax.Array) -> dict[StepCase, jax.Array]:
+def step_cases(starts: Starts, is_full: jax.Array, next_is_whole: jax.Array) -> dict[StepCase, jax.Array]:
     """The cases that a kernel has code for, and whether each is the step's: exactly one is.
 
     Args:
@@ -72,7 +73,7 @@ def step_cases(starts: Starts, transposed: bool, is_full: jax.Array, next_is_who
         is_full: whether nothing of the tile is masked, and it has no new tokens.
         next_is_whole: see `StreamState.next_is_whole`.
     """
-    if transposed:
+    if starts is Starts.BRANCHED:
         return {StepCase.LAST: is_full, StepCase.MASKED: ~is_full}
     if starts is Starts.AFTER:
         return {

@@ -84,7 +84,7 @@ class Stream:
         if self.writer is not None:
             is_full &= ~self.writer.has(lax.div(item, np.int32(plan.nq)), index)
         next_is_whole = self.state.next_is_whole
-        cases = step_cases(plan.starts, plan.transposed, is_full, next_is_whole)
+        cases = step_cases(plan.starts, is_full, next_is_whole)
         self._enter()
 
         # In straight-line code, so that the compiler overlaps the starts, and the scalar work for the next step, with
@@ -106,7 +106,7 @@ class Stream:
             pl.when(exists)(self._go_on)
 
         def last() -> None:
-            if plan.transposed:
+            if plan.starts is Starts.BRANCHED:
                 start()
             else:
                 self._start_by_unit(exists)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,7 +23,7 @@ from attnops_tpu.caches.missing import MissingPages
 from attnops_tpu.caches.operands import values_of
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import CacheRefs, Tile, as_slots
-from attnops_tpu.caches.tile_sizes import ranges
+from attnops_tpu.caches.tile_sizes import LAG, SUB_KEYS, SUB_ROWS, ranges
 from attnops_tpu.caches.transfers import Stream
 from attnops_tpu.caches.write import Writer
 from attnops_tpu.flash.tile import LOG2E, product
@@ -32,12 +31,8 @@ from attnops_tpu.flash.tile import LOG2E, product
 if TYPE_CHECKING:
     from attnops.typing import Leaf
 
-# Keys and rows of a product: its scores are all that the 64 vector registers can hold.
-KEYS: Final = 256
-ROWS: Final = 256
 # Scores are read at an offset of 0 that the compiler does not know: else it forwards stores to loads, and spills.
-OFFSET: Final = 8
-LAG = int(os.environ.get('PF_LAG', 2))
+_OFFSET: Final = 8
 
 
 def run_item(plan: CachePlan, refs: CacheRefs) -> None:
@@ -68,10 +63,10 @@ class TransposedKernel(Kernel):
         """Add chunks of a tile, (start, size)."""
         plan, masks = self.plan, dict[Any, tuple[jax.Array, Seen]]()
         done = collections.deque[_Unit]()
-        units = itertools.product(chunks, range(plan.K), ranges(plan.R, ROWS))
+        units = itertools.product(chunks, range(plan.K), ranges(plan.R, SUB_ROWS))
         for number, ((start, size), head, (first, rows)) in enumerate(units):
             parts = []
-            for row, n in ranges(size, KEYS):
+            for row, n in ranges(size, SUB_KEYS):
                 chunk = Chunk(plan, self.refs, tile, buffer, head, start + row, n, between, slice(first, first + rows))
                 parts.append((chunk, self._mask(chunk, (number, row), masks) if masked else None))
             before = done.popleft() if len(done) == LAG else None
@@ -85,8 +80,8 @@ class TransposedKernel(Kernel):
         """What is visible of a part of a unit; heads of the same queries share it."""
         plan, first = self.plan, chunk.at.start
         number, row = part
-        of_chunk = number // (plan.K * len(ranges(plan.R, ROWS)))
-        key = (of_chunk, row, first % plan.bq if plan.bq % ROWS == 0 else first)
+        of_chunk = number // (plan.K * len(ranges(plan.R, SUB_ROWS)))
+        key = (of_chunk, row, first % plan.bq if plan.bq % SUB_ROWS == 0 else first)
         key = (*key, chunk.head, first) if chunk.mask_varies_by_head else key
         if key not in masks:
             visible = chunk.visible()
@@ -109,7 +104,7 @@ class TransposedKernel(Kernel):
                 # The matrix unit works in program order: this product fills the time until the weights are there.
                 chunk, mask = parts[i]
                 s = self._transposed_scores(chunk, mask)
-                self.refs.scores[place][i * KEYS : i * KEYS + chunk.size, : chunk.rows] = s
+                self.refs.scores[place][i * SUB_KEYS : i * SUB_KEYS + chunk.size, : chunk.rows] = s
                 most = _by_sublane(s).max(axis=0)
                 highest = most if highest is None else jnp.maximum(highest, most)
             if before is not None and i < len(done):
@@ -134,9 +129,9 @@ class TransposedKernel(Kernel):
         return _Unit([(chunk, None if mask is None else mask[1]) for chunk, mask in parts], place, m, alpha)
 
     def _read(self, unit: _Unit, part: int) -> jax.Array:
-        chunk, start = unit.chunks[part][0], part * KEYS
+        chunk, start = unit.chunks[part][0], part * SUB_KEYS
         zero = self.stream.state.zero
-        offset = zero * OFFSET if self.plan.interpret else pl.multiple_of(zero * OFFSET, OFFSET)
+        offset = zero * _OFFSET if self.plan.interpret else pl.multiple_of(zero * _OFFSET, _OFFSET)
         return self.refs.scores[unit.place][pl.ds(offset + start, chunk.size), : chunk.rows]
 
     def _transposed_scores(self, chunk: Chunk, mask: tuple[jax.Array, Seen] | None) -> jax.Array:

@@ -16,6 +16,7 @@ from attnops.kernels import FlashCall, describe, equally_varying, one_by_one
 from attnops_caches import NewTokens, PagedCache, StoredCache, WindowCache
 from attnops_caches.masks import without_table
 from attnops_tpu.caches.batches import run_in_batches
+from attnops_tpu.caches.item import run_item
 from attnops_tpu.caches.new_tokens import written
 from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, outputs, queries
 from attnops_tpu.caches.packed import Unpacked, has_packed, new_of_tiles, packed, unpacked
@@ -23,7 +24,6 @@ from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import memory, references
 from attnops_tpu.caches.schedule import schedule, words_of_pages
 from attnops_tpu.caches.tile_sizes import LANES, Heads, choose, unit_of
-from attnops_tpu.caches.transposed import run_item
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.references import call_kernel

@@ -69,7 +69,8 @@ class Chunk:
             given = self._values("mask")
             visible &= jnp.broadcast_to(self._apply(mask, None, q, kv, given), shape)
         if self.refs.missing is not None:
-            visible &= jnp.broadcast_to(self.along_keys(self.refs.missing.present[:1, self.keys]) != 0, shape)
+            present = self.refs.missing.present[:1, self.keys]
+            visible &= jnp.broadcast_to((_to_column(present) if plan.transposed else present) != 0, shape)
         # The values by key of a FULL tile were not transferred.
         return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
 
@@ -80,10 +81,6 @@ class Chunk:
             return Seen(seen, seen)
         row = jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)
         return Seen(row > 0, _to_column(row) > 0)
-
-    def along_keys(self, x: jax.Array) -> jax.Array:
-        """Values by key, [1, size], in the axis that keys have in scores."""
-        return _to_column(x) if self.plan.transposed else x
 
     def with_cap_and_bias(self, scores: jax.Array) -> jax.Array:
         """Scores, float32 times the full scale, with soft cap and bias."""

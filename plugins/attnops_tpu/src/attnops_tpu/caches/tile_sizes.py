@@ -34,9 +34,6 @@ _MORE: Final = 64
 _TRANSPOSED_ROWS: Final = 1024
 _TRANSPOSED_HEAD_ROWS: Final = 1 << 14
 _BYTES_A_ROW: Final = 1 << 13
-# Transposed scores of a tile, all kv heads: straight-line code of some 8,000 bundles. Tiles of twice as many, whose
-# pages are large, are computed in a loop over chunks.
-_TRANSPOSED_SCORES: Final = 1 << 22
 _TRANSPOSED_CHUNK: Final = 1024
 # Keys and rows of a product of transposed scores: as many as the 64 vector registers can hold.
 SUB_KEYS: Final = 256
@@ -69,6 +66,9 @@ class GenerationTiles(NamedTuple):
     # The weight of a start in `choose` if features have 1 byte. On tpu7x these have another layout in vector memory
     # than in main memory, and a start needs 9 bundles if a token is wider than the lanes, else 4.
     start: int = 1
+    # Transposed scores of a tile, all kv heads: straight-line code of some 8,000 bundles. Tiles of more than twice as
+    # many, whose pages are large, are computed in a loop over chunks.
+    scores: int = 1 << 22
 
 
 class Starts(enum.Enum):
@@ -92,9 +92,9 @@ class Starts(enum.Enum):
 
 _MiB: Final = 1 << 20
 TABLE: Final = {
-    "v4": GenerationTiles(2 * _MiB, 2),
-    "v5e": GenerationTiles(2 * _MiB, 3),
-    "v5p": GenerationTiles(2 * _MiB, 3),
+    "v4": GenerationTiles(2 * _MiB, 2, scores=1 << 21),
+    "v5e": GenerationTiles(2 * _MiB, 3, scores=1 << 21),
+    "v5p": GenerationTiles(2 * _MiB, 3, scores=1 << 21),
     "v6e": GenerationTiles(2 * _MiB, 3),
     "tpu7x": GenerationTiles(4 * _MiB, 3, start=9),
 }
@@ -156,7 +156,9 @@ def queries_a_tile(chip: Generation, block_q: int | None, T: int, heads: Heads) 
     least = _PACKED_ROWS // 4 if heads.interpret else LANES
     if block_q is None and most and G * T > least:
         tiles = -(-T // most)
-        return -(-T // (tiles * step)) * step, True
+        bq = -(-T // (tiles * step)) * step
+        if bq <= 2 * T:
+            return bq, True
     bq = min(T, block_q or max(_ROWS // G // 8, 1) * 8)
     return bq, least < G * bq and bq <= most and bq % step == 0
 
@@ -222,7 +224,7 @@ def choose(
     if is_long:
         most = max(most, min(_CHUNKS // K, generation.vmem // _SHARE // token_bytes // chunk) * chunk)
     if transposed:
-        most = min(min(row.buffers - 1, 2) * row.tile // token_bytes, _TRANSPOSED_SCORES // (work * K * rows))
+        most = min(min(row.buffers - 1, 2) * row.tile // token_bytes, row.scores // (work * K * rows))
     most = block_k or min(most, unit * _MAX_UNITS)
     bk = max(most // step, 1) * step
     bk = min(bk, -(-S // step) * step)
@@ -240,8 +242,8 @@ def choose(
     masked = chunk if bk % masked else masked
     if transposed:
         of_key = work * K * rows
-        masked = math.gcd(bk, SUB_KEYS if SUB_KEYS * of_key <= _TRANSPOSED_SCORES else LANES)
-        chunk = min(bk, _TRANSPOSED_CHUNK) if bk * of_key <= 2 * _TRANSPOSED_SCORES else masked
+        masked = math.gcd(bk, SUB_KEYS if SUB_KEYS * of_key <= row.scores else LANES)
+        chunk = min(bk, _TRANSPOSED_CHUNK) if bk * of_key <= 2 * row.scores else masked
         starts = Starts.BRANCHED
     if interpret:
         # Only some tests interpret the plan of a generation other than v4: those have chunks.

@@ -1,15 +1,15 @@
 """The kernel for items of many queries: scores are [keys, rows], so that reductions over keys cross no lanes.
 
 It is software-pipelined over *units*, 256 rows of a kv head and a chunk of keys: in the same straight-line code, a step
-computes the scores of a unit into vector memory, and adds the weights of the unit before it, times its values, to the
-state. NOTES.md has the figures.
+computes the scores of a unit into vector memory, and adds the weights of the unit `LAG` before it, times its values, to
+the state. NOTES.md has the figures.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -19,13 +19,9 @@ from jax.experimental import pallas as pl
 from attnops_tpu.caches.between import Between
 from attnops_tpu.caches.chunk import Chunk, Seen
 from attnops_tpu.caches.kernel import Kernel
-from attnops_tpu.caches.missing import MissingPages
 from attnops_tpu.caches.operands import values_of
-from attnops_tpu.caches.plan import CachePlan
-from attnops_tpu.caches.references import CacheRefs, Tile, as_slots
-from attnops_tpu.caches.tile_sizes import LAG, SUB_KEYS, SUB_ROWS, ranges
-from attnops_tpu.caches.transfers import Stream
-from attnops_tpu.caches.write import Writer
+from attnops_tpu.caches.references import Tile
+from attnops_tpu.caches.tile_sizes import LAG, LANES, SUB_KEYS, SUB_ROWS, ranges
 from attnops_tpu.flash.tile import LOG2E, product
 
 if TYPE_CHECKING:
@@ -35,23 +31,31 @@ if TYPE_CHECKING:
 _OFFSET: Final = 8
 
 
-def run_item(plan: CachePlan, refs: CacheRefs) -> None:
-    """A grid step, which computes an item."""
-    refs = refs._replace(block=refs.block[0], buffers=tuple(map(as_slots, refs.buffers)))
-    refs.check(plan)
-    writer = None if refs.new is None else Writer(plan, refs, refs.new)
-    missing = None if refs.missing is None else MissingPages(plan, refs, refs.missing)
-    kernel = TransposedKernel if plan.transposed else Kernel
-    kernel(plan, refs, Stream(plan, refs, writer), missing).run()
+class _Part(NamedTuple):
+    """Some keys of a unit: their scores are one product."""
+
+    chunk: Chunk
+    place: tuple[int, int]  # the number of the chunk of the tile, and the first key in it
+    visible: jax.Array | None  # which scores are not masked; None for all
+    seen: Seen | None  # which keys some query of the unit sees; None for all
 
 
 class _Unit(NamedTuple):
     """A unit whose scores were computed."""
 
-    chunks: list[tuple[Chunk, Seen | None]]  # parts of its keys, and which of them some query sees
-    place: int  # which of the buffers has its scores
+    parts: Sequence[_Part]
+    buffer: int  # which of the buffers has its scores
     m: jax.Array  # [8, rows], the largest score of each row so far, that of this unit included
     alpha: jax.Array  # [8, rows], the factor by which the state is rescaled to it
+
+
+class _Once(dict[tuple[Any, ...], Any]):
+    """Values that several units share."""
+
+    def of(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self:
+            self[key] = make()
+        return self[key]
 
 
 class TransposedKernel(Kernel):
@@ -61,105 +65,110 @@ class TransposedKernel(Kernel):
         self, tile: Tile, buffer: jax.Array, chunks: Iterable[tuple[Leaf, int]], masked: bool, between: Between
     ) -> None:
         """Add chunks of a tile, (start, size)."""
-        plan, masks = self.plan, dict[Any, tuple[jax.Array, Seen]]()
-        done = collections.deque[_Unit]()
-        units = itertools.product(chunks, range(plan.K), ranges(plan.R, SUB_ROWS))
-        for number, ((start, size), head, (first, rows)) in enumerate(units):
-            parts = []
-            for row, n in ranges(size, SUB_KEYS):
-                chunk = Chunk(plan, self.refs, tile, buffer, head, start + row, n, between, slice(first, first + rows))
-                parts.append((chunk, self._mask(chunk, (number, row), masks) if masked else None))
-            before = done.popleft() if len(done) == LAG else None
-            done.append(self._step(parts, number % (LAG + 1), before))
-        for before in done:
-            self._step([], 0, before)
+        plan, once, done = self.plan, _Once(), collections.deque[_Unit]()
+        units = itertools.product(enumerate(chunks), range(plan.K), ranges(plan.R, SUB_ROWS))
+        for number, ((i, (start, size)), head, (first, rows)) in enumerate(units):
+            at, parts = slice(first, first + rows), []
+            for key, n in ranges(size, SUB_KEYS):
+                chunk = Chunk(plan, self.refs, tile, buffer, head, start + key, n, between, at)
+                parts.append(_Part(chunk, (i, key), *self._mask(chunk, (i, key), once) if masked else (None, None)))
+            self._step(parts, number % (LAG + 1), done, once)
+        while done:
+            self._step([], 0, done, once)
 
-    def _mask(
-        self, chunk: Chunk, part: tuple[int, int], masks: dict[Any, tuple[jax.Array, Seen]]
-    ) -> tuple[jax.Array, Seen]:
-        """What is visible of a part of a unit; heads of the same queries share it."""
-        plan, first = self.plan, chunk.at.start
-        number, row = part
-        of_chunk = number // (plan.K * len(ranges(plan.R, SUB_ROWS)))
-        key = (of_chunk, row, first % plan.bq if plan.bq % SUB_ROWS == 0 else first)
-        key = (*key, chunk.head, first) if chunk.mask_varies_by_head else key
-        if key not in masks:
+    def _mask(self, chunk: Chunk, place: tuple[int, int], once: _Once) -> tuple[jax.Array, Seen]:
+        """What is visible of a part, which heads share if its rows are the same queries."""
+        first, bq, of_head = chunk.at.start, self.plan.bq, chunk.mask_varies_by_head
+        rows = first if of_head or bq % SUB_ROWS else first % bq
+
+        def make() -> tuple[jax.Array, Seen]:
             visible = chunk.visible()
-            # Tokens that no query of the part sees may hold NaN, and 0 · NaN is NaN.
-            masks[key] = visible, chunk.seen(visible)
-        return masks[key]
+            # Tokens that no query of the unit sees may hold NaN, and 0 · NaN is NaN.
+            return visible, chunk.seen(visible)
 
-    def _step(
-        self, parts: list[tuple[Chunk, tuple[jax.Array, Seen] | None]], place: int, before: _Unit | None
-    ) -> _Unit | None:
-        """Compute the scores of a unit, of which there may be none, and add the weights of the unit before it."""
+        return once.of(("mask", *place, chunk.head if of_head else 0, rows), make)
+
+    def _step(self, parts: Sequence[_Part], buffer: int, done: collections.deque[_Unit], once: _Once) -> None:
+        """Compute the scores of a unit, which is ``parts`` and may be none, and add the oldest that is ``done``."""
         state, c = self.refs.state, self.plan.score_unit * LOG2E
-        highest = total = None
-        done: list[Any] = [] if before is None else before.chunks
-        for i in range(max(len(parts), len(done))):
-            if before is not None and i < len(done):
-                weights = jnp.exp2((_by_sublane(self._read(before, i)) - before.m) * c)
+        before = done.popleft() if not parts or len(done) == LAG else None
+        highest: jax.Array | None = None
+        total: jax.Array | None = None
+        for i in range(max(len(parts), 0 if before is None else len(before.parts))):
+            is_added = before is not None and i < len(before.parts)
+            if before is not None and is_added:
+                weights = jnp.exp2((_by_sublane(self._computed(before, i)) - before.m) * c)
                 total = _plus(total, weights.sum(axis=0))
             if i < len(parts):
                 # The matrix unit works in program order: this product fills the time until the weights are there.
-                chunk, mask = parts[i]
-                s = self._transposed_scores(chunk, mask)
-                self.refs.scores[place][i * SUB_KEYS : i * SUB_KEYS + chunk.size, : chunk.rows] = s
+                chunk, s = parts[i].chunk, self._scores_of(parts[i], once)
+                self.refs.scores[buffer][i * SUB_KEYS : i * SUB_KEYS + chunk.size, : chunk.rows] = s
                 most = _by_sublane(s).max(axis=0)
                 highest = most if highest is None else jnp.maximum(highest, most)
-            if before is not None and i < len(done):
-                chunk, seen = done[i]
-                w = weights.reshape(chunk.size, chunk.rows)
-                added = self._added(chunk, w, seen)
+            if before is not None and is_added:
+                chunk = before.parts[i].chunk
+                added = self._added(before.parts[i], weights.reshape(chunk.size, chunk.rows), once)
                 acc = state.acc[chunk.head, :, chunk.at]
                 if i == 0:
                     acc = (before.alpha * _by_sublane(acc)).reshape(acc.shape)
                 # Accumulated in memory: as a value it would occupy half of the registers.
                 state.acc[chunk.head, :, chunk.at] = acc + added
         if before is not None:
-            chunk, _ = done[0]
+            chunk = before.parts[0].chunk
             state.l[chunk.head, :, chunk.at] = before.alpha * state.l[chunk.head, :, chunk.at] + total
-        if not parts:
-            return None
-        chunk = parts[0][0]
-        m_before = state.m[chunk.head, :, chunk.at]
-        m = jnp.maximum(m_before, jnp.broadcast_to(highest.max(axis=0, keepdims=True), highest.shape))
-        state.m[chunk.head, :, chunk.at] = m
-        alpha = jnp.exp2((m_before - m) * c)
-        return _Unit([(chunk, None if mask is None else mask[1]) for chunk, mask in parts], place, m, alpha)
+        if highest is not None:
+            chunk = parts[0].chunk
+            m_before = state.m[chunk.head, :, chunk.at]
+            m = jnp.maximum(m_before, jnp.broadcast_to(highest.max(axis=0, keepdims=True), highest.shape))
+            state.m[chunk.head, :, chunk.at] = m
+            done.append(_Unit(parts, buffer, m, jnp.exp2((m_before - m) * c)))
 
-    def _read(self, unit: _Unit, part: int) -> jax.Array:
-        chunk, start = unit.chunks[part][0], part * SUB_KEYS
-        zero = self.stream.state.zero
-        offset = zero * _OFFSET if self.plan.interpret else pl.multiple_of(zero * _OFFSET, _OFFSET)
-        return self.refs.scores[unit.place][pl.ds(offset + start, chunk.size), : chunk.rows]
+    def _computed(self, unit: _Unit, part: int) -> jax.Array:
+        chunk, offset = unit.parts[part].chunk, self.stream.state.zero * _OFFSET
+        offset = (offset if self.plan.interpret else pl.multiple_of(offset, _OFFSET)) + part * SUB_KEYS
+        return self.refs.scores[unit.buffer][pl.ds(offset, chunk.size), : chunk.rows]
 
-    def _transposed_scores(self, chunk: Chunk, mask: tuple[jax.Array, Seen] | None) -> jax.Array:
+    def _scores_of(self, part: _Part, once: _Once) -> jax.Array:
         """The scores of a part, float32 [size, rows]."""
-        plan = self.plan
-        s = product(plan, self._key(chunk), self.refs.query[0, chunk.head, chunk.at], 1, 1)
-        scale = self._scale(0, chunk)
-        if scale is not None:
-            s = s * scale
+        plan, chunk = self.plan, part.chunk
+        key = self._shared(once, "key", part, lambda: self._key(chunk))
+        s = product(plan, key, self.refs.query[0, chunk.head, chunk.at], 1, 1)
+        if plan.scales:
+            s = s * self._scales_of(0, part, once)
         if plan.scoring.has_cap_or_bias:
             s = chunk.with_cap_and_bias(s * plan.scale_residual)
-        return s if mask is None else jnp.where(mask[0], s, -jnp.inf)
+        return s if part.visible is None else jnp.where(part.visible, s, -jnp.inf)
 
-    def _added(self, chunk: Chunk, w: jax.Array, seen: Seen | None) -> jax.Array:
+    def _added(self, part: _Part, w: jax.Array, once: _Once) -> jax.Array:
         """Values times weights, float32 [value_lanes, rows]."""
-        plan = self.plan
+        plan, chunk = self.plan, part.chunk
         if plan.scales == "token_head":
-            scale = self._scale(1, chunk)
-            w = w * (scale if seen is None else jnp.where(seen.column, scale, 0.0))
-        value = self._value(chunk)
-        if seen is not None:
-            value = jnp.where(seen.column, value, jnp.zeros((), value.dtype))
+            scale = self._scales_of(1, part, once)
+            w = w * (scale if part.seen is None else jnp.where(part.seen.column, scale, 0.0))
+        value = self._shared(once, "value", part, lambda: self._value(chunk))
+        if part.seen is not None:
+            value = jnp.where(part.seen.column, value, jnp.zeros((), value.dtype))
         added = product(plan, value, w.astype(plan.dtype), 0, 0)
         return added * self._scale(1, chunk) if plan.scales == "head" else added
 
-    def _scale(self, array: int, chunk: Chunk) -> Any:
-        scale = super()._scale(array, chunk)
-        return chunk.along_keys(scale) if self.plan.scales == "token_head" else scale
+    def _shared(self, once: _Once, name: str, part: _Part, make: Callable[[], jax.Array]) -> jax.Array:
+        """What all rows of a kv head share, if loading it again would need more than loads."""
+        plan = self.plan
+        if plan.packed == 1 and plan.stored == plan.operand and not plan.values_in_key_lanes:
+            return make()
+        return once.of((name, *part.place, part.chunk.head), make)
+
+    def _scales_of(self, array: int, part: _Part, once: _Once) -> Any:
+        """The scales of keys or values, [size, rows] or a number."""
+        chunk, scale = part.chunk, self._scale(array, part.chunk)
+        if self.plan.scales == "head":
+            return scale
+
+        def make() -> jax.Array:
+            return jnp.broadcast_to(scale, (LANES, chunk.size)).T
+
+        column = once.of(("scale", array, *part.place, chunk.head), make)
+        return jnp.concatenate([column] * -(-chunk.rows // LANES), axis=1)[:, : chunk.rows]
 
     def _finish(self, item: jax.Array) -> None:
         """Divide by the denominator, sinks included; queries that see no key give 0 and −inf."""

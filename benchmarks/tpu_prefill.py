@@ -5,13 +5,14 @@
     python benchmarks/tpu_prefill.py --mixed                           # whole batches
 
 Bundles are those of `tpu_decode.py`: "bundles" is the loop over tiles of keys that nothing is masked of, with the issue
-of transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of 4,096 tokens, with its
-masked tiles and what is around the loop, for 512 × 512 visible scores.
+of transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of 4,096 tokens, with
+its masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read.
 
-A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of as
-many tokens, new tokens included. Its kernels are added up item by item. "with memory" takes for each kernel the larger
-of its bundles and of the cycles that its keys and values need, and adds the cycles of what the program moves outside of
-the kernels. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
+A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
+as many tokens, new tokens included. Its kernels are added up item by item. "with memory" takes for each kernel the
+larger of its bundles and of the cycles that its keys and values need; "outside" are the cycles of what the program
+moves outside of the kernels, such as gathered queries. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich
+typer``.
 """
 
 from __future__ import annotations
@@ -119,7 +120,11 @@ def child(batch: Batch, generation: str) -> None:
         return output.attention_outputs, cache
 
     place = jax.sharding.SingleDeviceSharding(devices(generation)[0])
-    shapes = ((1, N, HEADS, HEAD_DIM), jnp.bfloat16), ((1, N, KV_HEADS, HEAD_DIM), jnp.bfloat16), ((rows + 1,), jnp.int32)
+    shapes = (
+        ((1, N, HEADS, HEAD_DIM), jnp.bfloat16),
+        ((1, N, KV_HEADS, HEAD_DIM), jnp.bfloat16),
+        ((rows + 1,), jnp.int32),
+    )
     query, key, starts = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (query, key, cache, starts))
     with target(generation):
@@ -172,7 +177,7 @@ def mixed(batch: Batch, generation: str) -> dict[str, Any]:
     by_kernel = [[row] for row in rows] if len(kernels) > 1 else [rows]
     bundles = [sum(n * x.bundles(q) for n, q in given) for x, given in zip(kernels, by_kernel, strict=True)]
     memory = [sum(n * x.keys(q) * a_token for n, q in given) for x, given in zip(kernels, by_kernel, strict=True)]
-    with_memory = sum(max(each) for each in zip(bundles, memory, strict=True)) + outside / BYTES[generation]
+    with_memory = sum(max(each) for each in zip(bundles, memory, strict=True))
     return {
         "TPU": generation, **batch._asdict(), "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in kernels),
         "bundles": sum(bundles) / 1e3, "memory": sum(memory) / 1e3, "outside": outside / BYTES[generation] / 1e3,

@@ -22,10 +22,9 @@ from attnops_tpu.caches.chunk import Chunk, Seen
 from attnops_tpu.caches.missing import MissingPages
 from attnops_tpu.caches.operands import values_of
 from attnops_tpu.caches.plan import CachePlan
-from attnops_tpu.caches.references import CacheRefs, Tile, as_slots
+from attnops_tpu.caches.references import CacheRefs, Tile
 from attnops_tpu.caches.tile_sizes import LANES, ranges, reads_a_tile
 from attnops_tpu.caches.transfers import Stream
-from attnops_tpu.caches.write import Writer
 from attnops_tpu.flash.tile import LOG2E, product
 
 if TYPE_CHECKING:

@@ -116,6 +116,7 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
         return pltpu.VMEM((heads, *shape), jnp.float32 if dtype is None else dtype)
 
     lanes = _SUBLANES if plan.transposed else LANES  # that have the same number
+    lse = (1, plan.R) if plan.transposed else (plan.R, LANES)
 
     return CacheRefs(
         schedule=ItemSchedule(*map(Prefetched, inputs.schedule)),
@@ -131,7 +132,7 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
         table=table,
         words=words,
         out=result((plan.R, plan.value_lanes), plan.out_dtype),
-        lse=result((1, plan.R) if plan.transposed else (plan.R, LANES), np.dtype(np.float32)) if plan.wants_lse else None,
+        lse=result(lse, np.dtype(np.float32)) if plan.wants_lse else None,
         sources=tuple(
             Input(x, ANY) if new is None else Output(output_like(inputs.query, x.shape, x.dtype), ANY, over=x)
             for x in inputs.sources

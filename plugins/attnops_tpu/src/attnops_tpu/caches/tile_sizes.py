@@ -154,7 +154,7 @@ def queries_a_tile(chip: Generation, block_q: int | None, T: int, heads: Heads) 
     """
     G, step, most = heads.G, heads.step, heads.most_transposed(chip)
     least = _PACKED_ROWS // 4 if heads.interpret else LANES
-    if block_q is None and most and G * T > least:
+    if block_q is None and most and least < G * T:
         tiles = -(-T // most)
         bq = -(-T // (tiles * step)) * step
         if bq <= 2 * T:

@@ -20,8 +20,8 @@ from attnops_tpu.flash.operands import Arrays, TileIndex
 from attnops_tpu.flash.plan import FlashPlan
 
 if TYPE_CHECKING:
-    from attnops_tpu.caches.plan import CachePlan
     from attnops.typing import Function, Leaf, PyTree, Ref
+    from attnops_tpu.caches.plan import CachePlan
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)

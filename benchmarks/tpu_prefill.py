@@ -139,7 +139,7 @@ def child(batch: Batch, generation: str) -> None:
     outside = outside_bytes(scheduled(of_attend, generation)[1]) if batch.decoding else 0
     tiles: tuple[int | None, ...] = (batch.queries,)
     if batch.decoding:
-        heads = Heads(HEADS, KV_HEADS, False, False)
+        heads = Heads(HEADS, KV_HEADS, True, False)
         tiles = packed_queries_a_tile(GENERATIONS[generation], None, N, rows, heads)
     plans = []
     keys = jax.ShapeDtypeStruct((rows, slots, KV_HEADS, HEAD_DIM), jnp.bfloat16)
@@ -157,9 +157,12 @@ def child(batch: Batch, generation: str) -> None:
 def measured(batch: Batch, generation: str) -> tuple[list[Parts], float]:
     """The kernels of a call, that of small tiles first, and the bytes that its program moves outside of them."""
     command = [str(Path(__file__).resolve()), "child", json.dumps(batch), generation]
-    told, result = run(command), []
-    for name, plan in told["kernels"].items():
-        schedule, _ = measure(command, KERNEL, name)
+    told: dict[str, Any] = run(command) if batch.decoding else {"kernels": {f"{KERNEL}.1": None}}
+    result = []
+    for name in told["kernels"]:
+        schedule, printed = measure(command, KERNEL, name)
+        told = json.loads(printed.strip().splitlines()[-1])
+        plan = told["kernels"][name]
         plain, masked, around = loop(schedule, plan["pieces"])
         result.append(Parts(plan["bq"], plan["bk"], plan["chunk"], plain, masked, around))
     return result, told["outside"]

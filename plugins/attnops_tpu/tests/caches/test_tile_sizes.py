@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from attnops import OperationMetadata
 from attnops_tpu.caches.tile_sizes import (
     LANES,
     PIECE,
@@ -33,7 +34,7 @@ CASES = [
 def chosen(name: str, case: tuple[int, ...], S: int = 1 << 17, **given: Any) -> CacheTileSizes:
     page, K, G, token, itemsize, T = case
     sizes = given.get("block_q"), given.get("block_k")
-    heads = Heads(K * G, K, G == 128, False)
+    heads = Heads(K * G, K, G < 128, False)
     return choose(GENERATIONS[name], *sizes, (T, S), heads, K * token, itemsize, unit_of(page, S))
 
 
@@ -103,16 +104,18 @@ def test_blocks_of_the_metadata_are_kept() -> None:
 
 
 def test_queries_a_tile() -> None:
-    v6e, llama = GENERATIONS["v6e"], Heads(32, 8, False, False)
+    v6e, llama = GENERATIONS["v6e"], Heads(32, 8, True, False)
     tiles = [queries_a_tile(v6e, None, T, llama) for T in (1, 32, 33, 100, 256, 300, 2048)]
     assert tiles == [(1, False), (32, False), (64, True), (128, True), (256, True), (160, True), (256, True)]
     assert queries_a_tile(v6e, 256, 300, llama) == (256, True)
     assert queries_a_tile(v6e, 250, 300, llama) == (250, False)  # its rows don't fill the lanes
-    assert queries_a_tile(v6e, None, 100, Heads(128, 1, True, False)) == (8, False)
-    assert queries_a_tile(v6e, None, 50, Heads(24, 8, False, False)) == (50, False)  # 128 queries fill the lanes
-    assert queries_a_tile(v6e, 8, 100, Heads(8, 8, False, False)) == (8, False)
-    assert queries_a_tile(GENERATIONS["v4"], None, 300, Heads(32, 32, False, False)) == (256, False)
+    assert queries_a_tile(v6e, None, 100, Heads(128, 1, False, False)) == (8, False)
+    assert queries_a_tile(v6e, None, 50, Heads(24, 8, True, False)) == (50, False)  # 128 queries fill the lanes
+    assert queries_a_tile(v6e, 8, 100, Heads(8, 8, True, False)) == (8, False)
+    assert queries_a_tile(GENERATIONS["v4"], None, 300, Heads(32, 32, True, False)) == (256, False)
+    assert [Heads.of(32, 8, x, False, OperationMetadata()).transposable for x in (("bfloat16", "bfloat16"),
+            ("bfloat16", "float32"))] == [True, False]  # fmt: skip
     packed = [packed_queries_a_tile(v6e, None, N, 8, llama) for N in (4, 8, 65, 72, 2000)]
     assert packed == [(4, None), (8, None), (16, None), (8, 96), (8, 256)]
-    assert packed_queries_a_tile(v6e, None, 8000, 8, Heads(128, 1, True, False)) == (8, None)
+    assert packed_queries_a_tile(v6e, None, 8000, 8, Heads(128, 1, False, False)) == (8, None)
     assert packed_queries_a_tile(v6e, 4, 100, 1, llama) == (4, None)

@@ -110,10 +110,11 @@ def make_plan(
     widths = [x.shape[-1] for x in (store.key, store.value) if x is not None]
     itemsize = jnp.dtype(store.key.dtype).itemsize
     token_bytes = K * sum(-(-d // LANES) * LANES for d in widths) * itemsize
+    heads = Heads.of(H, K, (call.query.dtype, cache.dtype), cache.is_latent, metadata)
     tiles = choose(
-        chip, metadata.block_q, metadata.block_k, (T, S), Heads(H, K, layout.content == "latent", metadata.interpret),
+        chip, metadata.block_q, metadata.block_k, (T, S), heads,
         token_bytes, itemsize, unit_of(cache.page_size if isinstance(cache, PagedCache) else 0, S),
-        (1 if dtype == jnp.bfloat16 else 8) * (2 if scoring.has_cap_or_bias else 1),
+        2 if scoring.has_cap_or_bias or dtype != jnp.bfloat16 else 1,
     )  # fmt: skip
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT

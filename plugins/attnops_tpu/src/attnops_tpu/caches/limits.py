@@ -38,7 +38,7 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
         yield from _by_row(request)
     if "Blocks" in kinds and request.query_length > 1:
         yield Reason("mask", "Blocks", "over a cache, of several queries, are not read in place", "decode one query")
-    heads = Heads(request.heads, request.kv_heads, cache.latent, request.interpret)
+    heads = Heads.of(request.heads, request.kv_heads, request.dtypes[:2], cache.latent, metadata)
     bq, _ = queries_a_tile(generation(), metadata.block_q, request.query_length, heads)
     tiles = -(-request.query_length // bq)
     if not cache.is_packed and not rows_a_call(tiles):

@@ -39,7 +39,7 @@ def unpacked(call: FlashCall, cache: StoredCache) -> list[Unpacked]:
     """A call of packed rows as calls of batches of tiles: of small ones, and of large ones if rows may have those."""
     mask, (_, N, H, _) = call.mask, call.query.shape
     assert isinstance(mask, (Packed, PackedByRow))
-    heads = Heads(H, cache.kv_heads, cache.store.layout.content == "latent", call.metadata.interpret)
+    heads = Heads.of(H, cache.kv_heads, (call.query.dtype, cache.dtype), cache.is_latent, call.metadata)
     small, large = packed_queries_a_tile(generation(), call.metadata.block_q, N, cache.batch, heads)
     is_real = mask.q_rows >= 0
     if large is None:

@@ -41,12 +41,12 @@ class TPUCacheReader(CacheReader):
     def not_written(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """See `attnops_caches.CacheReader.not_written`."""
         cache, slots = cache_of(request), slots_of_row(request)
-        heads = Heads(request.heads, request.kv_heads, cache.latent, request.interpret)
-        T, chip, block_q = request.query_length, generation(), operation.metadata.block_q
+        T, chip, metadata = request.query_length, generation(), operation.metadata
+        heads = Heads.of(request.heads, request.kv_heads, request.dtypes[:2], cache.latent, metadata)
         if cache.is_packed:
             # The kernel writes the tokens of rows whose queries fit one small tile.
-            T, _ = packed_queries_a_tile(chip, block_q, T, cache.rows, heads)
-        tile, _ = queries_a_tile(chip, block_q, T, heads)
+            T, _ = packed_queries_a_tile(chip, metadata.block_q, T, cache.rows, heads)
+        tile, _ = queries_a_tile(chip, metadata.block_q, T, heads)
         if tile < T and chip.cores > 1:
             yield Reason("query", T, f"is more than one tile of {tile} queries, which {chip.cores} cores "
                          f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Final, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
+
+from attnops import OperationMetadata
 from attnops_tpu.generations import Generation
+
+if TYPE_CHECKING:
+    from attnops.typing import DType
 
 LANES: Final = 128
 # Entries of a row's table that are in scalar memory at a time: 512 bytes, the least that a transfer moves.
@@ -35,6 +43,8 @@ _TRANSPOSED_ROWS: Final = 1024
 _TRANSPOSED_HEAD_ROWS: Final = 1 << 14
 _BYTES_A_ROW: Final = 1 << 13
 _TRANSPOSED_CHUNK: Final = 1024
+# Scores of a chunk of a masked tile, all kv heads, unless such a chunk would have more keys or fewer than 256.
+_TRANSPOSED_MASKED: Final = 1 << 20
 # Keys and rows of a product of transposed scores: as many as the 64 vector registers can hold.
 SUB_KEYS: Final = 256
 SUB_ROWS: Final = 256
@@ -112,6 +122,7 @@ class CacheTileSizes(NamedTuple):
     buffers: int
     starts: Starts
     transposed: bool
+    is_looped: bool
 
 
 def unit_of(page_size: int, slots: int) -> int:
@@ -124,8 +135,16 @@ class Heads(NamedTuple):
 
     H: int
     K: int
-    is_latent: bool
+    # whether tiles may have transposed scores: not latents, of which 128 heads fill the matrix unit with single tokens,
+    # and not products of six passes, whose straight-line code would be six times as long
+    transposable: bool
     interpret: bool  # whether tiles need not fill the lanes
+
+    @classmethod
+    def of(cls, H: int, K: int, dtypes: Iterable[DType], is_latent: bool, metadata: OperationMetadata) -> Heads:
+        """Those of a call; ``dtypes``: of the query and the cache."""
+        one_pass = metadata.precision == lax.Precision.DEFAULT or all(jnp.dtype(x) == jnp.bfloat16 for x in dtypes)
+        return cls(H, K, not is_latent and (one_pass or metadata.interpret), metadata.interpret)
 
     @property
     def G(self) -> int:
@@ -140,7 +159,7 @@ class Heads(NamedTuple):
     def most_transposed(self, chip: Generation) -> int:
         """The most queries of a tile of transposed scores; 0 if there is none."""
         rows = min(_TRANSPOSED_ROWS, min(_TRANSPOSED_HEAD_ROWS, chip.vmem // _BYTES_A_ROW) // self.K)
-        return 0 if self.is_latent else rows // (self.G * self.step) * self.step
+        return 0 if not self.transposable else rows // (self.G * self.step) * self.step
 
 
 def queries_a_tile(chip: Generation, block_q: int | None, T: int, heads: Heads) -> tuple[int, bool]:
@@ -240,13 +259,18 @@ def choose(
     chunk = min(chunk, bk)
     masked = min(chunk, max(_MASKED // token_bytes // LANES * LANES, LANES))
     masked = chunk if bk % masked else masked
+    is_looped = False
     if transposed:
         of_key = work * K * rows
-        masked = math.gcd(bk, SUB_KEYS if SUB_KEYS * of_key <= row.scores else LANES)
-        chunk = min(bk, _TRANSPOSED_CHUNK) if bk * of_key <= 2 * row.scores else masked
+        least = SUB_KEYS if SUB_KEYS * of_key <= row.scores else LANES
+        # With few kv heads more keys, so that there are enough units for the pipeline.
+        masked = math.gcd(bk, min(max(_TRANSPOSED_MASKED // (K * rows) // LANES * LANES, least), _TRANSPOSED_CHUNK))
+        chunk, is_looped = min(bk, _TRANSPOSED_CHUNK), bk * of_key > 2 * row.scores
         starts = Starts.BRANCHED
     if interpret:
         # Only some tests interpret the plan of a generation other than v4: those have chunks.
         masked = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
         chunk = masked if row.tile <= _MASKED else bk
-    return CacheTileSizes(bq, bk, chunk, masked, unit, math.lcm(units, PIECE), row.buffers, starts, transposed)
+        is_looped = transposed and chunk < bk
+    piece = math.lcm(units, PIECE)
+    return CacheTileSizes(bq, bk, chunk, masked, unit, piece, row.buffers, starts, transposed, is_looped)

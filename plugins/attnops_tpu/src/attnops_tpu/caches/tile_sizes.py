@@ -42,7 +42,8 @@ _MORE: Final = 64
 _TRANSPOSED_ROWS: Final = 1024
 _TRANSPOSED_HEAD_ROWS: Final = 1 << 14
 _BYTES_A_ROW: Final = 1 << 13
-_TRANSPOSED_CHUNK: Final = 1024
+# Keys of a chunk of transposed scores: more would be fewer units, of which the last ones are not pipelined.
+_TRANSPOSED_CHUNK: Final = 512
 # Scores of a chunk of a masked tile, all kv heads, unless such a chunk would have more keys or fewer than 256.
 _TRANSPOSED_MASKED: Final = 1 << 20
 # Keys and rows of a product of transposed scores: as many as the 64 vector registers can hold.
@@ -264,7 +265,7 @@ def choose(
         of_key = work * K * rows
         least = SUB_KEYS if SUB_KEYS * of_key <= row.scores else LANES
         # With few kv heads more keys, so that there are enough units for the pipeline.
-        masked = math.gcd(bk, min(max(_TRANSPOSED_MASKED // (K * rows) // LANES * LANES, least), _TRANSPOSED_CHUNK))
+        masked = math.gcd(bk, min(max(_TRANSPOSED_MASKED // (K * rows) // LANES * LANES, least), 2 * _TRANSPOSED_CHUNK))
         chunk, is_looped = min(bk, _TRANSPOSED_CHUNK), bk * of_key > 2 * row.scores
         starts = Starts.BRANCHED
     if interpret:

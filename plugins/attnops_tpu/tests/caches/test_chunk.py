@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -38,10 +40,22 @@ def with_mask(plan: Callable[..., CachePlan], mask: Mask | None, **fields: int) 
 
 
 def visible(plan: CachePlan, item: int, number: int, start: int, size: int, head: int = 1, **given: Any) -> np.ndarray:
+    """[rows, size]; asserts that it is the transpose of what a plan with transposed scores has, in two parts."""
+    rows = chunk_of(plan, item, number, start, size, slice(0, plan.R), head, **given)
+    columns = dataclasses.replace(plan, transposed=True)
+    cuts = [0, plan.R // 2, plan.R]
+    parts = [chunk_of(columns, item, number, start, size, slice(*at), head, **given) for at in itertools.pairwise(cuts)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1).T, rows)
+    return rows
+
+
+def chunk_of(
+    plan: CachePlan, item: int, number: int, start: int, size: int, at: slice, head: int, **given: Any
+) -> np.ndarray:
     refs: Any = SimpleNamespace(**{"missing": None, "by_key_buffer": None, **given})
     full = np.asarray(given.get("is_full", False))
     tile = Tile(*map(np.int32, (item, item // plan.nq, item // plan.nq, number, 0, plan.units)), full)  # type: ignore[arg-type]
-    chunk = Chunk(plan, refs, tile, 1, head, start, size, Between([], 1))  # type: ignore[arg-type]
+    chunk = Chunk(plan, refs, tile, 1, head, start, size, Between([], 1), at)  # type: ignore[arg-type]
     return np.asarray(jax.jit(chunk.visible)())
 
 
@@ -75,7 +89,8 @@ def test_values_by_key_are_those_of_the_chunk_in_the_tiles_buffer(cache_plan: Ca
     tiles = np.zeros((2, 1, 16), np.int32)
     tiles[1, value.place] = is_token[1, 32:48]
     are_queries = SimpleNamespace(by_row=[Buffer(np.ones((1, plan.R, 128), np.int32))])
-    result = visible(plan, 2, 2, 4, 8, by_key_buffer=Buffer(tiles), state=are_queries)
+    by_row = [Buffer(np.ones((1, 1, 128), np.int32))]
+    result = visible(plan, 2, 2, 4, 8, by_key_buffer=Buffer(tiles), state=are_queries, by_row=by_row)
     np.testing.assert_array_equal(result, np.tile(is_token[1, 36:44], (plan.R, 1)))
 
 

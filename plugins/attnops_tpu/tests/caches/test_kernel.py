@@ -269,9 +269,10 @@ def test_what_no_step_of_one_kernel_writes_is_told() -> None:
     cache = DenseCache.create(length=1024, **sizes)
     assert told(cache) == told(cache, 128) == []
     with target("v5p"):  # whose two cores would each have some of the tiles
-        assert told(cache, 129) == ["query"]
+        assert told(cache, 512) == []
+        assert told(cache, 513) == ["query"]
     with target("v6e"):
-        assert told(cache, 129) == []
+        assert told(cache, 513) == []
         assert told(cache, 1 << 14) == ["query"]
     assert told(DenseCache.create(length=1024, codec=Quantized("int8", "token_head"), **sizes)) == []
     ring = WindowCache.create(window=128, max_append=129, **sizes)
@@ -294,8 +295,8 @@ def test_scales_of_tokens_fill_the_lanes() -> None:
 
 def test_a_row_of_more_tiles_of_queries_than_scalar_memory_holds_is_not_read_in_place() -> None:
     cache = PagedCache.create(batch=2, pages=4, page_size=16, max_pages=2, kv_heads=2, head_dim=128)
-    assert told(cache, 1 << 21) == []
-    assert told(cache, 1 << 22) == ["query"]
+    assert told(cache, 1 << 23) == []
+    assert "query" in told(cache, 1 << 24)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from attnops.kernels import FlashCall
 from attnops.masks import Full
 from attnops_caches.masks import Packed
 from attnops_tpu.caches.packed import Unpacked, packed, tiles_of, unpacked
+from attnops_tpu.generations import target
 
 
 class Queries(Packed):
@@ -43,15 +44,12 @@ ROWS = {
 @pytest.mark.tier(every=2)
 def test_each_query_is_in_a_tile_of_its_row(name: str) -> None:
     rows, B, bq, H = np.array(ROWS[name]), 4, 4, 2
-    N = len(rows)
-    cache: Any = SimpleNamespace(
-        kv_heads=1, batch=B, length=16, slots=lambda: SimpleNamespace(of_rows=lambda row: None)
-    )
+    N, cache = len(rows), a_cache(B)
 
     def run(rows: jax.Array) -> tuple[Any, ...]:
         query = jnp.arange(1, N + 1.0)[None, :, None, None] * jnp.ones((1, 1, H, 8))
         aval = jax.ShapeDtypeStruct((B, 16, 1, 8), jnp.float32)
-        made = unpacked(FlashCall(OperationMetadata(block_q=bq), query, aval, aval, mask=Queries(rows)), cache)
+        (made,) = unpacked(FlashCall(OperationMetadata(block_q=bq), query, aval, aval, mask=Queries(rows)), cache)
         fields = made._replace(call=made.call.query, of_keys=jnp.zeros(made.of_keys is not None))
         out, lse = packed(made, made.call.query, made.call.query[..., 0].swapaxes(1, 2))
         return fields, out, lse
@@ -77,6 +75,42 @@ def test_each_query_is_in_a_tile_of_its_row(name: str) -> None:
     assert sum(map(bool, has)) == sum(-(-n // bq) for n in lengths)
     np.testing.assert_array_equal(out[0, :, 0, 0], np.where(rows >= 0, np.arange(1, N + 1), 0))
     np.testing.assert_array_equal(lse[0, 1], np.where(rows >= 0, np.arange(1, N + 1), -np.inf))
+
+
+def a_cache(B: int) -> Any:
+    slots = SimpleNamespace(of_rows=lambda row: None)
+    return SimpleNamespace(kv_heads=1, batch=B, length=16, slots=lambda: slots, is_latent=False, dtype="bfloat16")
+
+
+# With 8 kv heads and 32 query heads tiles have 256 queries or 8.
+SIZES = {
+    "one of each": ([1, 300, 1, 25, 24], [1, 3]), "half of a tile each": ([150] * 4, [0, 1, 2, 3]),
+    "few of many": ([30] * 16 + [1] * 16, []), "a quarter": ([70, 30, 30, 30, 30, 30, 30, 30, 30], [0]),
+    "none": ([3] * 40, []), "all of one": ([0, 0, 1000], [2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_rows_with_many_queries_have_large_tiles_as_far_as_there_are_any(name: str) -> None:
+    sizes, large = SIZES[name]
+    rows, B = np.repeat(np.arange(len(sizes)), sizes), len(sizes)
+    N = len(rows)
+
+    def run(rows: jax.Array) -> Any:
+        query = (jnp.arange(1, N + 1)[None, :, None, None] * jnp.ones((1, 1, 32, 8))).astype(jnp.bfloat16)
+        aval = jax.ShapeDtypeStruct((B, 16, 8, 8), jnp.float32)
+        cache = a_cache(B)
+        cache.kv_heads = 8
+        with target("v6e"):
+            made = unpacked(FlashCall(OperationMetadata(), query, aval, aval, mask=Queries(rows)), cache)
+        return [(x.is_real, x.exists, packed(x, x.call.query, None)[0]) for x in made]
+
+    small_tiles, large_tiles = jax.tree.map(np.asarray, jax.jit(run)(rows))
+    np.testing.assert_array_equal(large_tiles[0], np.isin(rows, large))
+    np.testing.assert_array_equal(small_tiles[0], ~large_tiles[0])
+    assert large_tiles[1].sum() == sum(-(-sizes[row] // 256) for row in large)
+    both = small_tiles[2] + large_tiles[2]
+    np.testing.assert_array_equal(both[0, :, 0, 0], np.arange(1, N + 1).astype(jnp.bfloat16))
 
 
 def test_the_most_tiles_of_packed_queries() -> None:

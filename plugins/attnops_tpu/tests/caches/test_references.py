@@ -56,7 +56,7 @@ def indices(x: Input | Output, plan: CachePlan) -> list[tuple[int, ...]]:
         ]
 
 
-OPTIONAL = {"by_row", "new", "lse", "by_key", "by_key_buffer", "written", "scales"}
+OPTIONAL = {"by_row", "new", "lse", "scores", "by_key", "by_key_buffer", "written", "scales"}
 MASK = KeyPadding(np.arange(64)[None] < 9).bind(3, 4, 1, 64)
 PADDING = describe((1, 64), MASK, None, None, 0.0, False, by_row=True)
 
@@ -86,6 +86,16 @@ def test_steps_have_the_blocks_of_their_items(cache_plan: Callable[..., CachePla
     # The new tokens of a row are given to all of its tiles of queries.
     assert refs.new is not None
     assert indices(refs.new.tokens[0], plan) == [(item // 3, 0, 0, 0) for item in range(plan.items)]
+
+
+def test_of_transposed_scores_the_state_is_transposed(cache_plan: Callable[..., CachePlan]) -> None:
+    plan = cache_plan(T=5, bq=5, wants_lse=True, transposed=True)
+    refs = references(plan, inputs_of(plan, by_row=1))
+    assert refs.out.array.shape == (plan.items, plan.K, plan.R, plan.value_lanes)
+    assert refs.lse.array.shape == (plan.items, plan.K, 1, plan.R)
+    assert [x.shape for x in (refs.state.m, refs.state.l, refs.state.acc)] == [(2, 8, 10), (2, 8, 10), (2, 8, 10)]
+    assert refs.state.by_row == ()
+    assert {x.shape for x in refs.scores} == {(plan.chunk + 8, 256)}
 
 
 @pytest.mark.parametrize("writes", [False, True])

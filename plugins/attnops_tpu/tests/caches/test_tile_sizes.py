@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from attnops import OperationMetadata
 from attnops_tpu.caches.tile_sizes import (
     LANES,
     PIECE,
     TABLE,
     CacheTileSizes,
+    Heads,
     Starts,
     choose,
     packed_queries_a_tile,
@@ -32,7 +34,8 @@ CASES = [
 def chosen(name: str, case: tuple[int, ...], S: int = 1 << 17, **given: Any) -> CacheTileSizes:
     page, K, G, token, itemsize, T = case
     sizes = given.get("block_q"), given.get("block_k")
-    return choose(GENERATIONS[name], *sizes, (T, S), (K * G, K), K * token, itemsize, unit_of(page, S), False)
+    heads = Heads(K * G, K, G < 128, False)
+    return choose(GENERATIONS[name], *sizes, (T, S), heads, K * token, itemsize, unit_of(page, S))
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -49,8 +52,15 @@ def test_tiles_are_whole_units_and_lanes_and_fit_vector_memory(name: str, case: 
     assert tiles.bk % tiles.masked_chunk == 0
     assert tiles.masked_chunk <= tiles.chunk
     assert tiles.buffers * tiles.bk * K * token <= GENERATIONS[name].vmem * 0.6
-    assert min(T, 8) <= tiles.bq <= T
-    assert G * tiles.bq <= max(256, 8 * G)
+    assert min(T, 8) <= tiles.bq
+    assert G * tiles.bq <= max(1024 if tiles.transposed else 256, 8 * G)
+    assert tiles.transposed == (G * T > 128 and G < 128)
+    if tiles.transposed:
+        assert G * tiles.bq % LANES == 0
+        assert tiles.bk * G * tiles.bq * K <= 1 << 22
+        assert (-(-T // tiles.bq) - 1) * tiles.bq < T
+    else:
+        assert tiles.bq <= T
 
 
 # bq, bk, chunk, masked chunk, when transfers start.
@@ -77,12 +87,15 @@ def test_tiles_of_the_benchmarks_cases(name: str) -> None:
 def test_transfers_start_after_the_reads_of_many_rows_and_between_those_of_few() -> None:
     for case in CASES:
         tiles, (_, K, G, _, _, _) = chosen("v6e", case), case
-        if 64 <= -(-G * tiles.bq // 8) * 8 <= 128:
+        if tiles.transposed:
+            assert tiles.starts is Starts.BRANCHED
+        elif 64 <= -(-G * tiles.bq // 8) * 8 <= 128:
             assert tiles.starts is Starts.AFTER
         else:
             is_many = tiles.bk // tiles.unit > reads_a_tile(K, tiles.bk)
             assert tiles.starts is (Starts.BETWEEN if is_many else Starts.BEFORE)
-        assert chosen("v4", case).starts is Starts.BEFORE, "it has two buffers"
+        if not tiles.transposed:
+            assert chosen("v4", case).starts is Starts.BEFORE, "it has two buffers"
 
 
 def test_blocks_of_the_metadata_are_kept() -> None:
@@ -91,7 +104,18 @@ def test_blocks_of_the_metadata_are_kept() -> None:
 
 
 def test_queries_a_tile() -> None:
-    assert [queries_a_tile(None, T, 4) for T in (1, 5, 64, 100)] == [1, 5, 64, 64]
-    assert queries_a_tile(None, 100, 128) == queries_a_tile(8, 100, 1) == 8
-    assert [packed_queries_a_tile(None, N, 8, 4) for N in (4, 8, 65, 8000)] == [4, 8, 16, 32]
-    assert packed_queries_a_tile(4, 100, 1, 4) == 4
+    v6e, llama = GENERATIONS["v6e"], Heads(32, 8, True, False)
+    tiles = [queries_a_tile(v6e, None, T, llama) for T in (1, 32, 33, 100, 256, 300, 2048)]
+    assert tiles == [(1, False), (32, False), (64, True), (128, True), (256, True), (160, True), (256, True)]
+    assert queries_a_tile(v6e, 256, 300, llama) == (256, True)
+    assert queries_a_tile(v6e, 250, 300, llama) == (250, False)  # its rows don't fill the lanes
+    assert queries_a_tile(v6e, None, 100, Heads(128, 1, False, False)) == (8, False)
+    assert queries_a_tile(v6e, None, 50, Heads(24, 8, True, False)) == (50, False)  # 128 queries fill the lanes
+    assert queries_a_tile(v6e, 8, 100, Heads(8, 8, True, False)) == (8, False)
+    assert queries_a_tile(GENERATIONS["v4"], None, 300, Heads(32, 32, True, False)) == (256, False)
+    assert [Heads.of(32, 8, x, False, OperationMetadata()).transposable for x in (("bfloat16", "bfloat16"),
+            ("bfloat16", "float32"))] == [True, False]  # fmt: skip
+    packed = [packed_queries_a_tile(v6e, None, N, 8, llama) for N in (4, 8, 65, 72, 2000)]
+    assert packed == [(4, None), (8, None), (16, None), (8, 96), (8, 256)]
+    assert packed_queries_a_tile(v6e, None, 8000, 8, Heads(128, 1, False, False)) == (8, None)
+    assert packed_queries_a_tile(v6e, 4, 100, 1, llama) == (4, None)

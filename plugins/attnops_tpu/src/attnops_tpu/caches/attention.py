@@ -16,14 +16,14 @@ from attnops.kernels import FlashCall, describe, equally_varying, one_by_one
 from attnops_caches import NewTokens, PagedCache, StoredCache, WindowCache
 from attnops_caches.masks import without_table
 from attnops_tpu.caches.batches import run_in_batches
-from attnops_tpu.caches.kernel import run_item
+from attnops_tpu.caches.item import run_item
 from attnops_tpu.caches.new_tokens import written
 from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, outputs, queries
-from attnops_tpu.caches.packed import has_packed, new_of_tiles, packed, unpacked
+from attnops_tpu.caches.packed import Unpacked, has_packed, new_of_tiles, packed, unpacked
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import memory, references
 from attnops_tpu.caches.schedule import schedule, words_of_pages
-from attnops_tpu.caches.tile_sizes import LANES, choose, unit_of
+from attnops_tpu.caches.tile_sizes import LANES, Heads, choose, unit_of
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.references import call_kernel
@@ -42,10 +42,23 @@ def cached_attention(
         wants_lse: whether the call returns the logsumexp.
         new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
     """
-    of_tiles = unpacked(call, cache) if has_packed(call.mask) else None
-    if of_tiles is not None:
-        call = of_tiles.call
-        cache, new = (cache, None) if new is None else new_of_tiles(of_tiles, cache, new)
+    if not has_packed(call.mask):
+        return _attend(call, cache, wants_lse, new, None)
+    batches = unpacked(call, cache)
+    if new is not None:
+        cache, new = new_of_tiles(batches[0], cache, new)
+    out, lse, cache = _attend(batches[0].call, cache, wants_lse, new, batches[0])
+    for batch in batches[1:]:
+        larger, larger_lse, _ = _attend(batch.call, cache, wants_lse, None, batch)
+        out = jnp.where(batch.is_real[:, None, None], larger, out)
+        lse = None if lse is None or larger_lse is None else jnp.where(batch.is_real, larger_lse, lse)
+    return out, lse, cache
+
+
+def _attend(
+    call: FlashCall, cache: CacheType, wants_lse: bool, new: NewTokens | None, of_tiles: Unpacked | None
+) -> tuple[jax.Array, jax.Array | None, CacheType]:
+    """`cached_attention` by one kernel; ``of_tiles``: the packed rows whose call it is, if any."""
     mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     of_keys = None if of_tiles is None else of_tiles.of_keys
@@ -72,7 +85,9 @@ def cached_attention(
         arrays_of: dict[str, Any] = dict(zip(blocks, results.sources, strict=True))
         arrays_of = {name: x.reshape(getattr(cache.store, name).shape) for name, x in arrays_of.items()}
         cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
-    lse = None if results.lse is None else outputs(plan, results.lse[..., :1])[..., 0].swapaxes(1, 2)
+    lse = results.lse
+    if lse is not None:
+        lse = outputs(plan, lse.swapaxes(2, 3) if plan.transposed else lse[..., :1])[..., 0].swapaxes(1, 2)
     out = outputs(plan, results.out[..., plan.value_lanes - plan.Dv :])
     if of_tiles is not None:
         out, lse = packed(of_tiles, out, lse)
@@ -95,9 +110,11 @@ def make_plan(
     widths = [x.shape[-1] for x in (store.key, store.value) if x is not None]
     itemsize = jnp.dtype(store.key.dtype).itemsize
     token_bytes = K * sum(-(-d // LANES) * LANES for d in widths) * itemsize
+    heads = Heads.of(H, K, (call.query.dtype, cache.dtype), cache.is_latent, metadata)
     tiles = choose(
-        chip, metadata.block_q, metadata.block_k, (T, S), (H, K), token_bytes, itemsize,
-        unit_of(cache.page_size if isinstance(cache, PagedCache) else 0, S), metadata.interpret,
+        chip, metadata.block_q, metadata.block_k, (T, S), heads,
+        token_bytes, itemsize, unit_of(cache.page_size if isinstance(cache, PagedCache) else 0, S),
+        2 if scoring.has_cap_or_bias or dtype != jnp.bfloat16 else 1,
     )  # fmt: skip
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ class Seen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The scores [R, size] of a kv head and a chunk of a tile's keys."""
+    """The scores of a kv head and a chunk of a tile's keys: [rows, size], or [size, rows] if scores are transposed."""
 
     plan: CachePlan
     refs: CacheRefs  # the references of the grid step
@@ -40,6 +41,7 @@ class Chunk:
     start: jax.Array | int  # the first key, counted from the tile's first
     size: int  # how many keys
     between: Between  # the transfers to start between reads
+    at: slice  # which rows of queries, all of them unless scores are transposed
 
     @property
     def keys(self) -> Any:
@@ -52,22 +54,31 @@ class Chunk:
         mask = self.plan.scoring.mask
         return mask is not None and "h" in mask.axes
 
+    @property
+    def rows(self) -> int:
+        """Rows of queries."""
+        return self.at.stop - self.at.start
+
     def visible(self) -> jax.Array:
-        """Which scores are not masked, booleans [R, size]."""
+        """Which scores are not masked, booleans."""
         plan = self.plan
-        mask, shape = plan.scoring.mask, (plan.R, self.size)
+        mask, shape = plan.scoring.mask, (self.size, self.rows) if plan.transposed else (self.rows, self.size)
         q, kv = self._indices()
         visible = jnp.broadcast_to(kv < plan.S, shape)
         if mask is not None:
             given = self._values("mask")
             visible &= jnp.broadcast_to(self._apply(mask, None, q, kv, given), shape)
         if self.refs.missing is not None:
-            visible &= jnp.broadcast_to(self.refs.missing.present[:1, self.keys] != 0, shape)
+            present = self.refs.missing.present[:1, self.keys]
+            visible &= jnp.broadcast_to((_to_column(present) if plan.transposed else present) != 0, shape)
         # The values by key of a FULL tile were not transferred.
         return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
 
     def seen(self, visible: jax.Array) -> Seen:
         """The keys that some query sees, from `visible`."""
+        if self.plan.transposed:
+            seen = jnp.max(visible.astype(jnp.float32), axis=1, keepdims=True) > 0
+            return Seen(seen, seen)
         row = jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)
         return Seen(row > 0, _to_column(row) > 0)
 
@@ -87,13 +98,11 @@ class Chunk:
     def _apply(
         self, function: Elementwise, scores: jax.Array | None, q: jax.Array, kv: jax.Array, given: list[Leaf]
     ) -> jax.Array:
-        plan = self.plan
-        row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
-        h = self.head * plan.G + lax.div(row, jnp.int32(plan.bq))
+        h = self.head * self.plan.G + lax.div(self._row(), jnp.int32(self.plan.bq))
         return function.apply(scores, self.tile.entry, h, q, kv, given, (), REPLACEMENTS)
 
     def _values(self, name: str) -> list[Leaf]:
-        """The values of a function: numbers, [R, 1] and [1 or R, size]."""
+        """The values of a function: numbers, and arrays that scores broadcast with."""
         arrays = []
         for value in values_of(self.plan, name):
             x = self._value(value)
@@ -105,6 +114,9 @@ class Chunk:
         if value.kind is Kind.SCALAR:
             return self.refs.scalars[value.place][self.tile.item if value.by_query else self.tile.entry]
         if value.kind is Kind.BY_ROW:
+            if plan.transposed:
+                given = self.refs.by_row[value.place]
+                return given[0, pl.ds(self.head if given.shape[1] > 1 else 0, 1), self.at]
             ref = self.refs.state.by_row[value.place]
             return ref[self.head if ref.shape[0] > 1 else 0][:, :1]
         count = plan.G if value.by_head else 1
@@ -112,17 +124,26 @@ class Chunk:
         rows = self.refs.by_key_buffer[self.buffer, first : first + count, self.keys]
         if jnp.issubdtype(value.dtype, jnp.floating):
             rows = lax.bitcast_convert_type(rows, jnp.float32)
+        if plan.transposed:
+            columns = [_to_column(rows[g : g + 1]) for g in range(count)]
+            of_head = lax.div(self._row(), jnp.int32(plan.bq))
+            return functools.reduce(lambda x, g: jnp.where(of_head >= g, columns[g], x), range(1, count), columns[0])
         if count == 1 or plan.bq == 1:
             return rows
         return jnp.concatenate([jnp.broadcast_to(rows[g : g + 1], (plan.bq, self.size)) for g in range(count)])
 
+    def _row(self) -> jax.Array:
+        """The rows of queries, [rows, 1], or [1, rows] if scores are transposed."""
+        shape, axis = ((1, self.rows), 1) if self.plan.transposed else ((self.rows, 1), 0)
+        return self.at.start + lax.broadcasted_iota(jnp.int32, shape, axis)
+
     def _indices(self) -> tuple[jax.Array, jax.Array]:
-        """The indices of queries, [R, 1], and of slots, [1, size]."""
+        """The indices of queries and of slots, which scores broadcast with."""
         plan = self.plan
-        row = lax.broadcasted_iota(jnp.int32, (plan.R, 1), 0)
         first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
-        q = first + lax.rem(row, jnp.int32(plan.bq))
-        kv = self.tile.number * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, (1, self.size), 1)
+        q = first + lax.rem(self._row(), jnp.int32(plan.bq))
+        shape, axis = ((self.size, 1), 0) if plan.transposed else ((1, self.size), 1)
+        kv = self.tile.number * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, shape, axis)
         return q, kv
 
 

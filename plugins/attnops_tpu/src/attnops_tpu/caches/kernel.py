@@ -22,11 +22,10 @@ from attnops_tpu.caches.chunk import Chunk, Seen
 from attnops_tpu.caches.missing import MissingPages
 from attnops_tpu.caches.operands import values_of
 from attnops_tpu.caches.plan import CachePlan
-from attnops_tpu.caches.references import CacheRefs, Tile, as_slots
+from attnops_tpu.caches.references import CacheRefs, Tile
 from attnops_tpu.caches.tile_sizes import LANES, ranges, reads_a_tile
 from attnops_tpu.caches.transfers import Stream
-from attnops_tpu.caches.write import Writer
-from attnops_tpu.flash.tile import LOG2E
+from attnops_tpu.flash.tile import LOG2E, product
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
@@ -35,15 +34,6 @@ if TYPE_CHECKING:
 LOWEST: Final = float(jnp.finfo(jnp.float32).min)
 # How many of the 64 vector registers hold scores that are computed but not yet accumulated.
 _AHEAD: Final = 32
-
-
-def run_item(plan: CachePlan, refs: CacheRefs) -> None:
-    """A grid step, which computes an item."""
-    refs = refs._replace(block=refs.block[0], buffers=tuple(map(as_slots, refs.buffers)))
-    refs.check(plan)
-    writer = None if refs.new is None else Writer(plan, refs, refs.new)
-    missing = None if refs.missing is None else MissingPages(plan, refs, refs.missing)
-    Kernel(plan, refs, Stream(plan, refs, writer), missing).run()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +53,7 @@ class Kernel:
         state.m[...] = jnp.full(state.m.shape, LOWEST, jnp.float32)
         for x in (state.l, state.acc):
             x[...] = jnp.zeros(x.shape, jnp.float32)
-        for source, target in zip(self.refs.by_row, state.by_row, strict=True):
+        for source, target in zip(self.refs.by_row, state.by_row, strict=False):
             for head in range(target.shape[0]):
                 target[head] = _to_rows(source[0, head : head + 1])[: self.plan.R]
 
@@ -100,7 +90,8 @@ class Kernel:
         """
         plan = self.plan
         between = Between(starts, reads_a_tile(plan.K, plan.bk, plan.chunk))
-        if not masked or plan.bk == plan.masked_chunk or plan.bk % plan.masked_chunk:
+        is_straight = not (masked or plan.is_looped)
+        if is_straight or plan.bk == plan.masked_chunk or plan.bk % plan.masked_chunk:
             self._add_chunks(tile, buffer, ranges(plan.bk, plan.chunk), masked, between)
         else:
             # A loop over chunks, since queries may see few keys of the tile.
@@ -124,7 +115,7 @@ class Kernel:
         for start, size in chunks:
             shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):
-                chunk = Chunk(plan, self.refs, tile, buffer, head, start, size, between)
+                chunk = Chunk(plan, self.refs, tile, buffer, head, start, size, between, slice(0, plan.R))
                 if masked and (shared is None or chunk.mask_varies_by_head):
                     visible = chunk.visible()
                     # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
@@ -139,7 +130,7 @@ class Kernel:
     def _scores(self, chunk: Chunk, visible: jax.Array | None) -> jax.Array:
         """The scores of a chunk, float32 [R, keys]."""
         plan = self.plan
-        s = _product(plan, self.refs.query[0, chunk.head], self._key(chunk), 1)
+        s = product(plan, self.refs.query[0, chunk.head], self._key(chunk), 1, 1)
         scale = self._scale(0, chunk)
         if scale is not None:
             s = s * scale
@@ -164,12 +155,12 @@ class Kernel:
         value = self._value(chunk)
         if seen is not None:
             value = jnp.where(seen.column, value, jnp.zeros((), value.dtype))
-        product = _product(plan, w.astype(plan.dtype), value, 0)
+        added = product(plan, w.astype(plan.dtype), value, 1, 0)
         if plan.scales == "head":
-            product = product * self._scale(0 if plan.is_latent else 1, chunk)
+            added = added * self._scale(0 if plan.is_latent else 1, chunk)
         acc = state.acc[head]
         scaled = jnp.concatenate([alpha[:, : some.shape[1]] * some for some in _by_lanes(acc)], axis=1)
-        state.acc[head] = scaled + product
+        state.acc[head] = scaled + added
 
     def _key(self, chunk: Chunk) -> jax.Array:
         """Keys [size, key_lanes], in the dtype of products; features beyond D are 0 in slots that were written."""
@@ -232,12 +223,6 @@ class Kernel:
 
 def _floats(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
-
-
-def _product(plan: CachePlan, a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """A product on the matrix unit, accumulated in float32."""
-    dimensions = (((1,), (axis,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=plan.precision, preferred_element_type=jnp.float32)
 
 
 def _by_lanes(x: jax.Array) -> list[jax.Array]:

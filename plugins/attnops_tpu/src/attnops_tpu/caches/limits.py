@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from attnops import AttentionRequest, OperationMetadata, Reason
 from attnops_caches import cache_of, slots_of_row
 from attnops_tpu.caches.schedule import MAX_ITEMS, rows_a_call
-from attnops_tpu.caches.tile_sizes import LANES, queries_a_tile, unit_of
+from attnops_tpu.caches.tile_sizes import LANES, Heads, queries_a_tile, unit_of
 from attnops_tpu.flash.primitives import PRIMITIVES
+from attnops_tpu.generations import generation
 
 # Rows of a register of 32-bit elements; narrower elements share a row. Transfers move whole registers.
 _SUBLANES: Final = 8
@@ -37,8 +38,9 @@ def unsupported(request: AttentionRequest, metadata: OperationMetadata) -> Itera
         yield from _by_row(request)
     if "Blocks" in kinds and request.query_length > 1:
         yield Reason("mask", "Blocks", "over a cache, of several queries, are not read in place", "decode one query")
-    G = request.heads // request.kv_heads
-    tiles = -(-request.query_length // queries_a_tile(metadata.block_q, request.query_length, G))
+    heads = Heads.of(request.heads, request.kv_heads, request.dtypes[:2], cache.latent, metadata)
+    bq, _ = queries_a_tile(generation(), metadata.block_q, request.query_length, heads)
+    tiles = -(-request.query_length // bq)
     if not cache.is_packed and not rows_a_call(tiles):
         yield Reason("query", request.query_length, f"is {tiles} tiles of queries a row, more than {MAX_ITEMS}",
                      "give it in several calls")  # fmt: skip

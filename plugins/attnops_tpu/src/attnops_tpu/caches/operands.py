@@ -57,7 +57,8 @@ class KernelResults(NamedTuple):
     """The results of a call of the kernel."""
 
     out: jax.Array  # [items, K, R, value_lanes]
-    lse: jax.Array | None  # float32 [items, K, R, 128], the same in all lanes; None if the call does not return it
+    # float32 [items, K, R, 128], the same in all lanes, or [items, K, 1, R]; None if the call does not return it
+    lse: jax.Array | None
     sources: tuple[jax.Array, ...]  # the sources with the new tokens; empty for a call that writes none
 
 

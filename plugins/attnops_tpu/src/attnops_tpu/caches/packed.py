@@ -1,6 +1,7 @@
-"""Packed rows as a batch of tiles: each tile has queries of one row of the cache.
+"""Packed rows as batches of tiles: each tile has queries of one row of the cache.
 
-Only queries and results are gathered; the cache stays where it is, and a tile is told its row.
+Rows with many queries have large tiles, all others small ones: two calls of the kernel, so that neither pays for the
+other. Only queries and results are gathered; the cache stays where it is, and a tile is told its row.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from attnops.kernels import FlashCall
 from attnops.masks import Mask
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import Packed, PackedByRow
-from attnops_tpu.caches.tile_sizes import packed_queries_a_tile
+from attnops_tpu.caches.tile_sizes import SMALL_TILES, Heads, packed_queries_a_tile
+from attnops_tpu.generations import generation
 
 CacheType = TypeVar("CacheType", bound=StoredCache)
 
 
 class Unpacked(NamedTuple):
-    """A call of packed rows as one of a batch of tiles."""
+    """Some rows of a call of packed rows as a call of a batch of tiles."""
 
     call: FlashCall  # the call with queries [tiles, bq, H, D], and mask and bias for scores [tiles, H, bq, S]
     # the same call with row i of the cache in place of tile i's, so that its values by key are by row of the cache;
@@ -30,22 +32,41 @@ class Unpacked(NamedTuple):
     exists: jax.Array  # whether a tile has queries, bool [tiles]
     tile: jax.Array  # the tile of each packed query, int32 [N]
     place: jax.Array  # the index of each packed query in its tile, int32 [N]
-    is_real: jax.Array  # whether a packed query is no padding, bool [N]
+    is_real: jax.Array  # whether a packed query is in one of these tiles, bool [N]
 
 
-def unpacked(call: FlashCall, cache: StoredCache) -> Unpacked:
-    """A call of packed rows as one of a batch of tiles, see `has_packed`."""
+def unpacked(call: FlashCall, cache: StoredCache) -> list[Unpacked]:
+    """A call of packed rows as calls of batches of tiles: of small ones, and of large ones if rows may have those."""
     mask, (_, N, H, _) = call.mask, call.query.shape
     assert isinstance(mask, (Packed, PackedByRow))
-    G = H // cache.kv_heads
-    bq = packed_queries_a_tile(call.metadata.block_q, N, cache.batch, G)
-    rows, number = mask.q_rows, jnp.arange(N, dtype=jnp.int32)
-    is_real = rows >= 0
+    heads = Heads.of(H, cache.kv_heads, (call.query.dtype, cache.dtype), cache.is_latent, call.metadata)
+    small, large = packed_queries_a_tile(generation(), call.metadata.block_q, N, cache.batch, heads)
+    is_real = mask.q_rows >= 0
+    if large is None:
+        return [_of_tiles(call, cache, small, tiles_of(N, cache.batch, small), is_real)]
+    size = jnp.zeros((cache.batch,), jnp.int32).at[mask.q_rows].add(is_real, mode="drop")
+    tiles = min(2 * -(-N // large), tiles_of(N, min(cache.batch, N // (SMALL_TILES * small + 1)), large))
+    is_large = jnp.zeros((cache.batch,), bool)
+    # A row with more queries than half of a large tile fills half of its tiles on average, so that its tiles exist.
+    for most in (large // 2, large // 4, SMALL_TILES * small):
+        more = size > most
+        is_large = jnp.where(jnp.where(more, -(-size // large), 0).sum() <= tiles, more, is_large)
+    of_large = is_real & is_large[mask.q_rows]
+    return [
+        _of_tiles(call, cache, small, tiles_of(N, cache.batch, small), is_real & ~of_large),
+        _of_tiles(call, cache, large, tiles, of_large),
+    ]
+
+
+def _of_tiles(call: FlashCall, cache: StoredCache, bq: int, tiles: int, is_real: jax.Array) -> Unpacked:
+    """The packed queries ``is_real``, which are all those of some rows, in at most so many tiles."""
+    mask, (_, N, H, _) = call.mask, call.query.shape
+    assert isinstance(mask, (Packed, PackedByRow))
+    rows, number = jnp.where(is_real, mask.q_rows, -1), jnp.arange(N, dtype=jnp.int32)
     begins = is_real & (rows != jnp.concatenate([jnp.full((1,), -1, jnp.int32), rows[:-1]]))
     place = (number - jax.lax.cummax(jnp.where(begins, number, 0))) % bq
     is_first = is_real & (place == 0)
     tile = jnp.maximum(jnp.cumsum(is_first.astype(jnp.int32)) - 1, 0)
-    tiles = tiles_of(N, cache.batch, bq)
     first = jnp.nonzero(is_first, size=tiles, fill_value=N)[0].astype(jnp.int32)
     exists = first < N
     count = jnp.zeros((tiles,), jnp.int32).at[tile].add(is_real.astype(jnp.int32))
@@ -69,11 +90,12 @@ def unpacked(call: FlashCall, cache: StoredCache) -> Unpacked:
 
 
 def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[CacheType, NewTokens]:
-    """The new tokens that the kernel writes, as those of a batch of tiles, and the cache with the others.
+    """The new tokens that the kernel writes, as those of a batch of small tiles, and the cache with the others.
 
-    The kernel writes a row's new tokens only if its queries fit one tile: of several tiles, each would need the new
-    tokens of the others. All other tokens, such as a prompt's, are written before the kernel, at a small cost beside
-    their scores; so are those of a row with more new tokens than a tile has queries, since left padding has no queries.
+    The kernel writes a row's new tokens only if its queries fit one small tile: of several tiles, each would need the
+    new tokens of the others. All other tokens, such as a prompt's, are written before the kernel, at a small cost
+    beside their scores; so are those of a row with more new tokens than a tile has queries, since left padding has no
+    queries.
     """
     assert new.starts is not None
     bq, N = batch.call.query.shape[1], batch.tile.shape[0]
@@ -99,7 +121,7 @@ def tiles_of(N: int, rows: int, bq: int) -> int:
 
 
 def packed(batch: Unpacked, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Results of tiles, [tiles, bq, H, Dv] and [tiles, H, bq], as those of packed rows: 0 and −inf for padding."""
+    """Results of tiles, [tiles, bq, H, Dv] and [tiles, H, bq], as those of packed rows: 0 and −inf for all others."""
     out = jnp.where(batch.is_real[:, None, None], out[batch.tile, batch.place], jnp.zeros((), out.dtype))[None]
     if lse is not None:
         lse = jnp.where(batch.is_real[:, None], lse[batch.tile, :, batch.place], -jnp.inf).T[None]

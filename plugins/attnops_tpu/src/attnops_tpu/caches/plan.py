@@ -51,6 +51,8 @@ class CachePlan:
     piece: int  # entries of a row's table that are in scalar memory at a time, a multiple of the units of a tile
     buffers: int  # tiles of keys in vector memory: one is computed with, the others are being transferred
     starts: Starts  # when transfers start, see `Starts`
+    transposed: bool  # whether scores are [keys, rows], see `attnops_tpu.caches.transposed`
+    is_looped: bool  # whether tiles that have nothing to mask are computed in a loop over masked chunks too
     cores: int  # the cores that share a kernel's grid; items are given to them in turn
     dtype: np.dtype  # the dtype of queries and weights in products
     stored: np.dtype  # the dtype of stored tokens

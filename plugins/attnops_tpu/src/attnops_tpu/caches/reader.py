@@ -13,7 +13,7 @@ from attnops.kernels import FlashCall
 from attnops_caches import CacheLimits, CacheOptions, CacheReader, NewTokens, StoredCache, cache_of, slots_of_row
 from attnops_tpu.caches.limits import unsupported
 from attnops_tpu.caches.new_tokens import group_of, groups_of
-from attnops_tpu.caches.tile_sizes import MAX_NEW, packed_queries_a_tile, queries_a_tile, unit_of
+from attnops_tpu.caches.tile_sizes import MAX_NEW, Heads, packed_queries_a_tile, queries_a_tile, unit_of
 from attnops_tpu.generations import generation
 
 CacheType = TypeVar("CacheType", bound=StoredCache)
@@ -41,13 +41,14 @@ class TPUCacheReader(CacheReader):
     def not_written(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
         """See `attnops_caches.CacheReader.not_written`."""
         cache, slots = cache_of(request), slots_of_row(request)
-        G, T = request.heads // request.kv_heads, request.query_length
+        T, chip, metadata = request.query_length, generation(), operation.metadata
+        heads = Heads.of(request.heads, request.kv_heads, request.dtypes[:2], cache.latent, metadata)
         if cache.is_packed:
-            # The kernel writes the tokens of rows whose queries fit one tile.
-            T = packed_queries_a_tile(operation.metadata.block_q, T, cache.rows, G)
-        tile = queries_a_tile(operation.metadata.block_q, T, G)
-        if tile < T and (cores := generation().cores) > 1:
-            yield Reason("query", T, f"is more than one tile of {tile} queries, which {cores} cores "
+            # The kernel writes the tokens of rows whose queries fit one small tile.
+            T, _ = packed_queries_a_tile(chip, metadata.block_q, T, cache.rows, heads)
+        tile, _ = queries_a_tile(chip, metadata.block_q, T, heads)
+        if tile < T and chip.cores > 1:
+            yield Reason("query", T, f"is more than one tile of {tile} queries, which {chip.cores} cores "
                          f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip
         unit = unit_of(cache.page_size, slots)
         itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize

@@ -18,7 +18,7 @@ from attnops_tpu.caches.operands import KernelInputs, rows_by_key
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.schedule import ItemSchedule
 from attnops_tpu.caches.stream_state import StreamState
-from attnops_tpu.caches.tile_sizes import LANES
+from attnops_tpu.caches.tile_sizes import LAG, LANES, SUB_ROWS
 from attnops_tpu.references import ANY, Input, Output, Prefetched, needed
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ _SUBLANES: Final = 8
 class ItemState(NamedTuple):
     """What is kept from tile to tile, in vector memory."""
 
+    # If scores are transposed, so are these, with 8 for 128, and there is no ``by_row``.
     m: Any  # [K, R, 128], the largest score so far, in all lanes
     l: Any  # [K, R, 128], the sum of the weights, separately for each lane
     acc: Any  # [K, R, value_lanes], the sum of weights times values
@@ -59,10 +60,12 @@ class CacheRefs(NamedTuple):
     table: Any  # [rows · pieces, 1, piece] in main memory, the blocks of pages; None without pages
     words: Any  # [rows · pieces, 1, 128] in main memory, whether pages are in the table; None without pages
     out: Any  # [1, K, R, value_lanes]
-    lse: Any  # [1, K, R, 128]; None if the call does not return it
+    lse: Any  # [1, K, R, 128], or [1, K, 1, R] if scores are transposed; None if the call does not return it
     sources: tuple[Any, ...]  # in main memory, see `attnops_tpu.caches.operands.KernelInputs`
     by_key: Any  # values by key [B or 1, nk, rows, bk] in main memory; None for none
     state: ItemState  # the online softmax so far
+    # transposed scores, float32 [chunk + 8, 256] each, see `attnops_tpu.caches.transposed`; else empty
+    scores: tuple[Any, ...]
     buffers: tuple[Any, ...]  # tiles of the sources [buffers, K, bk, d], and of scales [buffers, K, bk]
     by_key_buffer: Any  # tiles of ``by_key`` [buffers, rows, bk]
     # two pieces of the table, [2 · piece] in scalar memory: with one axis, the address of an entry is a sum.
@@ -78,9 +81,9 @@ class CacheRefs(NamedTuple):
         K, R, rows = plan.K, plan.R, rows_by_key(plan)
         assert self.query.shape == (1, K, R, plan.key_lanes)
         assert self.out.shape == (1, K, R, plan.value_lanes)
-        assert self.lse is None or self.lse.shape == (1, K, R, LANES)
-        assert self.state.m.shape == self.state.l.shape == (K, R, LANES)
-        assert self.state.acc.shape == (K, R, plan.value_lanes)
+        assert self.lse is None or self.lse.shape == (1, K, *((1, R) if plan.transposed else (R, LANES)))
+        assert self.state.m.shape == self.state.l.shape == (K, *((_SUBLANES, R) if plan.transposed else (R, LANES)))
+        assert self.state.acc.shape == (K, *((plan.value_lanes, R) if plan.transposed else (R, plan.value_lanes)))
         assert all(x.shape[:3] == (plan.buffers, K, plan.bk) for x in self.buffers)
         assert len(self.buffers) == len(self.sources) == plan.sources
         assert self.by_key is None or self.by_key.shape[1:] == (plan.nk, rows, plan.bk)
@@ -104,12 +107,16 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
     values, new, rows = inputs.values, inputs.new, rows_by_key(plan)
     table, words = (Input(x, ANY) for x in inputs.tables) if plan.is_paged else (None, None)
 
-    def result(d: int, dtype: np.dtype) -> Output:
-        array = output_like(inputs.query, (plan.items, plan.K, plan.R, d), dtype)
+    def result(shape: tuple[int, int], dtype: np.dtype) -> Output:
+        array = output_like(inputs.query, (plan.items, plan.K, *shape), dtype)
         return Output(array, _by_item(plan, array).spec)
 
     def state(heads: int, d: int, dtype: np.dtype | None = None) -> Any:
-        return pltpu.VMEM((heads, plan.R, d), jnp.float32 if dtype is None else dtype)
+        shape = (d, plan.R) if plan.transposed else (plan.R, d)
+        return pltpu.VMEM((heads, *shape), jnp.float32 if dtype is None else dtype)
+
+    lanes = _SUBLANES if plan.transposed else LANES  # that have the same number
+    lse = (1, plan.R) if plan.transposed else (plan.R, LANES)
 
     return CacheRefs(
         schedule=ItemSchedule(*map(Prefetched, inputs.schedule)),
@@ -124,19 +131,20 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
         ),
         table=table,
         words=words,
-        out=result(plan.value_lanes, plan.out_dtype),
-        lse=result(LANES, np.dtype(np.float32)) if plan.wants_lse else None,
+        out=result((plan.R, plan.value_lanes), plan.out_dtype),
+        lse=result(lse, np.dtype(np.float32)) if plan.wants_lse else None,
         sources=tuple(
             Input(x, ANY) if new is None else Output(output_like(inputs.query, x.shape, x.dtype), ANY, over=x)
             for x in inputs.sources
         ),
         by_key=None if values.by_key is None else Input(values.by_key, ANY),
         state=ItemState(
-            m=state(plan.K, LANES),
-            l=state(plan.K, LANES),
+            m=state(plan.K, lanes),
+            l=state(plan.K, lanes),
             acc=state(plan.K, plan.value_lanes),
-            by_row=tuple(state(x.shape[1], LANES, x.dtype) for x in values.by_row),
+            by_row=() if plan.transposed else tuple(state(x.shape[1], LANES, x.dtype) for x in values.by_row),
         ),
+        scores=(pltpu.VMEM((plan.chunk + _SUBLANES, SUB_ROWS), jnp.float32),) * (LAG + 1) if plan.transposed else (),
         buffers=tuple(pltpu.VMEM((plan.buffers, plan.K, *_buffer(plan, x)), x.dtype) for x in inputs.sources),
         by_key_buffer=pltpu.VMEM((plan.buffers, rows, plan.bk), jnp.int32) if rows else None,
         pages=pltpu.SMEM((2 * plan.piece,), jnp.int32),

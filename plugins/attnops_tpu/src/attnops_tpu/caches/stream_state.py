@@ -48,6 +48,7 @@ class StreamState:
     next_enters = _Flag()  # whether it begins another piece of the table; false if there is none
     next_buffer = _Number()  # the buffer that it is transferred to
     buffer = _Number()  # the buffer of the tile to compute with next
+    zero = _Number()  # 0, which the compiler doesn't know
     piece = _Number()  # the index of the piece of the table in use, among all pieces of the core
 
     def __init__(self, ref: Ref) -> None:
@@ -58,7 +59,8 @@ class StepCase(enum.Enum):
     """What a step computes with, and what it starts."""
 
     WHOLE = enum.auto()  # nothing of its tile is masked, and the next tile is whole
-    LAST = enum.auto()  # nothing of its tile is masked, and the next is not whole, or there is none
+    # nothing of its tile is masked, and the next is not whole, or there is none; of `Starts.BRANCHED`, it may be any
+    LAST = enum.auto()
     MASKED = enum.auto()  # all others: the tile is computed as masked, and the next may be of any kind
 
 
@@ -71,6 +73,8 @@ def step_cases(starts: Starts, is_full: jax.Array, next_is_whole: jax.Array) -> 
         is_full: whether nothing of the tile is masked, and it has no new tokens.
         next_is_whole: see `StreamState.next_is_whole`.
     """
+    if starts is Starts.BRANCHED:
+        return {StepCase.LAST: is_full, StepCase.MASKED: ~is_full}
     if starts is Starts.AFTER:
         return {
             StepCase.LAST: is_full & ~next_is_whole,

@@ -47,7 +47,7 @@ class Stream:
         item = self.refs.schedule.following[core]
         self._set_next(item, self._first_tile(item))
         self.state.next_buffer = self.state.buffer = 0
-        self.state.piece = -1
+        self.state.piece, self.state.zero = -1, 0
         if self.plan.is_paged:
             pl.when(item < self.plan.items)(lambda: self._start_piece(item, self._first_piece(item), jnp.int32(0)))
 
@@ -100,17 +100,23 @@ class Stream:
                 _all(starts)
             self._go_on()
 
+        def start() -> None:
+            pl.when(next_is_whole)(lambda: _all(self._starts_of_whole(self._next(), target)))
+            pl.when(exists & ~next_is_whole)(lambda: self._each_unit(self._next(), target, start=True))
+            pl.when(exists)(self._go_on)
+
         def last() -> None:
-            self._start_by_unit(exists)
+            if plan.starts is Starts.BRANCHED:
+                start()
+            else:
+                self._start_by_unit(exists)
             tile = self.tile(item, index)
             self._wait_whole(tile, buffer)
             compute(tile, buffer, False, [])
 
         def masked() -> None:
             tile = self.tile(item, index)
-            pl.when(next_is_whole)(lambda: _all(self._starts_of_whole(self._next(), target)))
-            pl.when(exists & ~next_is_whole)(lambda: self._each_unit(self._next(), target, start=True))
-            pl.when(exists)(self._go_on)
+            start()
             pl.when(tile.is_full)(lambda: self._wait_whole(tile, buffer))
             pl.when(~tile.is_full)(lambda: self._each_unit(tile, buffer, start=False))
             compute(tile, buffer, True, [])

@@ -21,6 +21,7 @@ from attnops_tpu.flash.plan import FlashPlan
 
 if TYPE_CHECKING:
     from attnops.typing import Function, Leaf, PyTree, Ref
+    from attnops_tpu.caches.plan import CachePlan
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)
@@ -226,7 +227,7 @@ def zero_masked_queries(x: jax.Array, visible: jax.Array) -> jax.Array:
     return jnp.where(seen > 0, x, jnp.zeros((), x.dtype))
 
 
-def product(plan: FlashPlan, a: jax.Array, b: jax.Array, a_axis: int = 1, b_axis: int = 0) -> jax.Array:
+def product(plan: FlashPlan | CachePlan, a: jax.Array, b: jax.Array, a_axis: int = 1, b_axis: int = 0) -> jax.Array:
     """A product on the matrix unit, accumulated in float32."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=plan.precision, preferred_element_type=jnp.float32)

@@ -23,7 +23,7 @@ from attnops_cpu.flash.operation import FEW, FEW_GRADIENTS, IN_PLACE, PACKED_GRA
 from attnops_cpu.flash.plan import EMPTY, FULL, PANEL
 from attnops_cpu.flash.tile_map import tile_map
 from attnops_cpu.library import library
-from attnops_testing import Problem
+from attnops_testing import Problem, oracle
 from attnops_testing.partial import check_partial
 
 RNG = np.random.default_rng
@@ -246,6 +246,19 @@ def test_an_infinite_value_of_the_last_key_makes_outputs_infinite_and_not_nan(dt
     found = np.asarray(jax.jit(lambda q, k, v: operation(q, k, v).attention_outputs)(q, k, v), np.float32)
     assert (found[..., 3] == np.inf).all() and (found[..., 35] == -np.inf).all()
     assert np.isfinite(np.delete(found, [3, 35], axis=-1)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_large_numbers_and_a_small_scale_do_not_overflow(dtype: str) -> None:
+    operation: Any = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    for T in (3, 30):
+        q, k, v = (draw(1, n, 1, 16) * size for n, size in ((T, 1.5e19), (1031, 1.5e19), (1031, 1)))
+        arrays = [x.astype(jnp.dtype(dtype)) for x in (q, k, v)]
+        found = jax.jit(lambda *x: operation(*x, softmax_scale=2e-38).attention_outputs)(*arrays)
+        expected = oracle.attention(*arrays, softmax_scale=2e-38).out
+        tolerance = 1e-4 if dtype == "float32" else 3e-2
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_bands_need_no_tile_map_and_segments_no_bits() -> None:

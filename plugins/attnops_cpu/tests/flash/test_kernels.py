@@ -19,11 +19,11 @@ from attnops.biases import ALiBi
 from attnops.kernels import FlashCall
 from attnops.masks import Band, Causal, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
 from attnops_cpu.flash.backend import CpuFlash
-from attnops_cpu.flash.operation import FEW, FEW_GRADIENTS, IN_PLACE
+from attnops_cpu.flash.operation import FEW, FEW_GRADIENTS, IN_PLACE, PACKED_GRADIENTS
 from attnops_cpu.flash.plan import EMPTY, FULL, PANEL
 from attnops_cpu.flash.tile_map import tile_map
 from attnops_cpu.library import library
-from attnops_testing import Problem
+from attnops_testing import Problem, oracle
 from attnops_testing.partial import check_partial
 
 RNG = np.random.default_rng
@@ -195,6 +195,7 @@ def test_which_kernel_computes_few_queries_and_what_explain_says(
     assert (IN_PLACE in details) == in_place
     assert (FEW in details) == (few and not in_place)
     assert (FEW_GRADIENTS in details) == (few and in_place)
+    assert (PACKED_GRADIENTS in details) == (not few and in_place)
 
     def out(q: jax.Array, k: jax.Array) -> jax.Array:
         return operation(q, k, k, **options).attention_outputs
@@ -233,6 +234,32 @@ def test_few_queries_have_the_derivatives_of_many_and_the_same_bits_in_every_bat
     np.testing.assert_array_equal(both, jnp.concatenate(each))
     mapped = jax.jit(jax.vmap(lambda q, k: operation(q, k, k).attention_outputs))(q[:, None], k[:, None])
     np.testing.assert_array_equal(both, mapped[:, 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 2, 30])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_infinite_value_of_the_last_key_makes_outputs_infinite_and_not_nan(dtype: str, T: int) -> None:
+    operation: Any = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    q, k, v = draw(1, T, 2, 16, dtype=dtype), draw(1, 1031, 1, 16, dtype=dtype), draw(1, 1031, 1, 40, dtype=dtype)
+    v[0, -1, 0, [3, 35]] = np.inf, -np.inf
+    found = np.asarray(jax.jit(lambda q, k, v: operation(q, k, v).attention_outputs)(q, k, v), np.float32)
+    assert (found[..., 3] == np.inf).all()
+    assert (found[..., 35] == -np.inf).all()
+    assert np.isfinite(np.delete(found, [3, 35], axis=-1)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_large_numbers_and_a_small_scale_do_not_overflow(dtype: str) -> None:
+    operation: Any = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
+    for T in (3, 30):
+        q, k, v = (draw(1, n, 1, 16) * size for n, size in ((T, 1.5e19), (1031, 1.5e19), (1031, 1)))
+        arrays = [x.astype(jnp.dtype(dtype)) for x in (q, k, v)]
+        found = jax.jit(lambda *x: operation(*x, softmax_scale=2e-38).attention_outputs)(*arrays)
+        expected = oracle.attention(*arrays, softmax_scale=2e-38).out
+        tolerance = 1e-4 if dtype == "float32" else 3e-2
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_bands_need_no_tile_map_and_segments_no_bits() -> None:

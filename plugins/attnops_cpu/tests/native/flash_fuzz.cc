@@ -119,9 +119,12 @@ struct Fuzz : Draws {
     float* const out = make<float>(rows * s.Dv);
     float *const lse = make<float>(rows), *const residual = make<float>(rows), *const most = make<float>(rows);
     forward_call.out = out, forward_call.lse = lse, forward_call.residual = residual, forward_call.max_logits = most;
-#if !defined(ATTNOPS_AMX)  // whose kernel over caches is another set's
-    forward_call.in_place = !s.dropout && (!s.bias || s.bias_type == Float::f32) && maybe(50);
+#if defined(ATTNOPS_AMX)
+    const bool has_kernel = s.T * (s.H / s.K) >= decoding::kManyRows;  // that of fewer rows is another set's
+#else
+    const bool has_kernel = true;
 #endif
+    forward_call.in_place = has_kernel && !s.dropout && (!s.bias || s.bias_type == Float::f32) && maybe(50);
     Shuffled parallel(random);
     if (!ATTNOPS_ISA::forward_either(forward_call, parallel)) return false;
 

@@ -1,7 +1,7 @@
 """Attention of few queries by the kernel over caches, where it is not differentiated.
 
-It packs nothing, which takes longer than the products of few queries. Its scores are rounded otherwise than those of a
-backward pass, so that where it is differentiated another forward pass runs: one that computes the same scores.
+It packs nothing: packing takes longer than the products of few queries. Its scores are rounded otherwise than those of
+a backward pass, so that where it is differentiated another forward pass runs: one that computes the same scores.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from attnops_cpu.library import library
 IN_PLACE: Final = "keys and values are read where they lie"
 FEW: Final = "few queries of many keys: in plain JAX, as native flash, which does not pack keys and values"
 FEW_GRADIENTS: Final = "where it is differentiated: in plain JAX, as native flash, which does not pack keys and values"
+PACKED_GRADIENTS: Final = "where it is differentiated: keys and values are packed"
 
 
 def _are_few(rows: int, keys: int) -> bool:
@@ -84,9 +85,9 @@ class CpuFlashAttention(FlashAttention):
                 yield FEW if few and not in_place else f"kernels in C++ for {library().isa}"
                 if in_place:
                     yield IN_PLACE
+                if in_place and request.needs_grad:
+                    yield FEW_GRADIENTS if few else PACKED_GRADIENTS
                 if few:
-                    if in_place and request.needs_grad:
-                        yield FEW_GRADIENTS
                     return
             yield from super().details(request)
         elif reasons := kernel_reasons(request):

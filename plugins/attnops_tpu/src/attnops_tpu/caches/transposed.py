@@ -66,8 +66,8 @@ class TransposedKernel(Kernel):
     ) -> None:
         """Add chunks of a tile, (start, size)."""
         plan, once, done = self.plan, _Once(), collections.deque[_Unit]()
-        if masked:  # many short units
-            chunks = [(start + i, n) for start, size in chunks for i, n in ranges(size, SUB_KEYS)]
+        most = SUB_KEYS if masked else plan.chunk  # many short units; no more than a buffer of scores has
+        chunks = [(start + i, n) for start, size in chunks for i, n in ranges(size, most)]
         units = itertools.product(enumerate(chunks), range(plan.K), ranges(plan.R, SUB_ROWS))
         for number, ((i, (start, size)), head, (first, rows)) in enumerate(units):
             at, parts = slice(first, first + rows), []

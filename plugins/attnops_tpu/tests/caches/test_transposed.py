@@ -12,7 +12,7 @@ from attnops.masks import Causal, Mask, SlidingWindow
 from attnops_caches import PagedCache, Rows
 from attnops_testing.caches import check_cache
 from attnops_testing.runner import Status, Subject
-from attnops_tpu.caches import attention, transposed
+from attnops_tpu.caches import transposed
 from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
 
@@ -68,20 +68,3 @@ def test_units_share_masks_and_unmasked_tiles_are_computed_whole_or_in_a_loop(ge
     np.testing.assert_allclose(packed.attention_outputs[0, :32], of_rows[0], rtol=1e-5, atol=1e-6)
     single = vanilla(jnp.concatenate([of_rows[1]] * 2), cache, mask=mask).attention_outputs[0]
     np.testing.assert_allclose(packed.attention_outputs[0, 32:], single, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_loop_over_chunks_larger_than_a_buffer_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of very large tiles of few kv heads."""
-    choose = attention.choose
-    monkeypatch.setattr(attention, "choose", lambda *args: choose(*args)._replace(
-        chunk=16, masked_chunk=32, is_looped=True))  # fmt: skip
-    cache = PagedCache.create(batch=1, pages=32, page_size=4, max_pages=32, kv_heads=1, head_dim=8, dtype=jnp.float32,
-                              table=np.arange(32)[None])  # fmt: skip
-    cache = cache.append(*jax.random.normal(jax.random.key(0), (2, 1, 120, 1, 8)))
-    query = jax.random.normal(jax.random.key(1), (1, 20, 4, 8))
-    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=64)
-    with target("v6e"):
-        result = OperationRegistry.create("attnops-tpu:flash", metadata)(query, cache, mask=Causal())
-    wanted = OperationRegistry.create("vanilla", OperationMetadata())(query, cache, mask=Causal())
-    np.testing.assert_allclose(result.attention_outputs, wanted.attention_outputs, rtol=1e-5, atol=1e-6)

@@ -52,7 +52,6 @@ class CachePlan:
     buffers: int  # tiles of keys in vector memory: one is computed with, the others are being transferred
     starts: Starts  # when transfers start, see `Starts`
     transposed: bool  # whether scores are [keys, rows], see `attnops_tpu.caches.transposed`
-    is_looped: bool  # whether tiles that have nothing to mask are computed in a loop over masked chunks too
     cores: int  # the cores that share a kernel's grid; items are given to them in turn
     dtype: np.dtype  # the dtype of queries and weights in products
     stored: np.dtype  # the dtype of stored tokens
@@ -120,6 +119,11 @@ class CachePlan:
     def value_lanes(self) -> int:
         """Features that weights are multiplied with; the last Dv are the value."""
         return self.width - self.value_start if self.is_joined else self.Dv
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether tiles without anything to mask are computed in a loop over chunks too."""
+        return self.transposed and self.chunk == self.masked_chunk
 
     @property
     def units(self) -> int:

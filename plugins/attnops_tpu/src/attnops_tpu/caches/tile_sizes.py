@@ -44,8 +44,6 @@ _TRANSPOSED_HEAD_ROWS: Final = 1 << 14
 _BYTES_A_ROW: Final = 1 << 13
 # Keys of a chunk of transposed scores: more would be fewer units, of which the last ones are not pipelined.
 _TRANSPOSED_CHUNK: Final = 512
-# Scores of a chunk of a masked tile, all kv heads, unless such a chunk would have more keys or fewer than 256.
-_TRANSPOSED_MASKED: Final = 1 << 20
 # Keys and rows of a product of transposed scores: as many as the 64 vector registers can hold.
 SUB_KEYS: Final = 256
 SUB_ROWS: Final = 256
@@ -123,7 +121,6 @@ class CacheTileSizes(NamedTuple):
     buffers: int
     starts: Starts
     transposed: bool
-    is_looped: bool
 
 
 def unit_of(page_size: int, slots: int) -> int:
@@ -261,18 +258,13 @@ def choose(
     chunk = min(chunk, bk)
     masked = min(chunk, max(_MASKED // token_bytes // LANES * LANES, LANES))
     masked = chunk if bk % masked else masked
-    is_looped = False
     if transposed:
         of_key = work * K * rows
-        least = SUB_KEYS if SUB_KEYS * of_key <= row.scores else LANES
-        # With few kv heads more keys, so that there are enough units for the pipeline.
-        masked = math.gcd(bk, min(max(_TRANSPOSED_MASKED // (K * rows) // LANES * LANES, least), 2 * _TRANSPOSED_CHUNK))
-        chunk, is_looped = min(bk, _TRANSPOSED_CHUNK), bk * of_key > 2 * row.scores
+        masked = math.gcd(bk, SUB_KEYS if SUB_KEYS * of_key <= row.scores else LANES)
+        chunk = min(bk, _TRANSPOSED_CHUNK) if bk * of_key <= 2 * row.scores else masked
         starts = Starts.BRANCHED
     if interpret:
         # Only some tests interpret the plan of a generation other than v4: those have chunks.
         masked = bk // 2 if row.buffers > 2 and bk % (2 * step) == 0 else bk
         chunk = masked if row.tile <= _MASKED else bk
-        is_looped = transposed and chunk < bk
-    piece = math.lcm(units, PIECE)
-    return CacheTileSizes(bq, bk, chunk, masked, unit, piece, row.buffers, starts, transposed, is_looped)
+    return CacheTileSizes(bq, bk, chunk, masked, unit, math.lcm(units, PIECE), row.buffers, starts, transposed)

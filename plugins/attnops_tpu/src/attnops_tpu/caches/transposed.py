@@ -66,8 +66,6 @@ class TransposedKernel(Kernel):
     ) -> None:
         """Add chunks of a tile, (start, size)."""
         plan, once, done = self.plan, _Once(), collections.deque[_Unit]()
-        most = SUB_KEYS if masked else plan.chunk  # many short units; no more than a buffer of scores has
-        chunks = [(start + i, n) for start, size in chunks for i, n in ranges(size, most)]
         units = itertools.product(enumerate(chunks), range(plan.K), ranges(plan.R, SUB_ROWS))
         for number, ((i, (start, size)), head, (first, rows)) in enumerate(units):
             at, parts = slice(first, first + rows), []
@@ -79,16 +77,16 @@ class TransposedKernel(Kernel):
             self._step([], 0, done, once)
 
     def _mask(self, chunk: Chunk, place: tuple[int, int], once: _Once) -> tuple[jax.Array, Seen]:
-        """What is visible of a part, which heads share if its rows are the same queries."""
-        first, bq, of_head = chunk.at.start, self.plan.bq, chunk.mask_varies_by_head
-        rows = first if of_head or bq % SUB_ROWS else first % bq
+        """What is visible of a part, which all parts of the same queries share unless heads have different masks."""
+        of_head, first = chunk.mask_varies_by_head, chunk.at.start
+        rows = (chunk.head, first) if of_head else (first % self.plan.bq, chunk.rows)
 
         def make() -> tuple[jax.Array, Seen]:
             visible = chunk.visible()
             # Tokens that no query of the unit sees may hold NaN, and 0 · NaN is NaN.
             return visible, chunk.seen(visible)
 
-        return once.of(("mask", *place, chunk.head if of_head else 0, rows), make)
+        return once.of(("mask", *place, *rows), make)
 
     def _step(self, parts: Sequence[_Part], buffer: int, done: collections.deque[_Unit], once: _Once) -> None:
         """Compute the scores of a unit, which is ``parts`` and may be none, and add the oldest that is ``done``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -119,3 +120,12 @@ def test_queries_a_tile() -> None:
     assert packed == [(4, None), (8, None), (16, None), (8, 96), (8, 256)]
     assert packed_queries_a_tile(v6e, None, 8000, 8, Heads(128, 1, False, False)) == (8, None)
     assert packed_queries_a_tile(v6e, 4, 100, 1, llama) == (4, None)
+
+
+@pytest.mark.parametrize("name", GENERATIONS)
+@pytest.mark.parametrize("interpret", [False, True])
+def test_tiles_of_packed_rows_are_one_tile_of_their_call(name: str, interpret: bool) -> None:
+    for K, G, N, rows in itertools.product((1, 4, 8), (1, 3, 8, 71, 128, 256), (1, 5, 9, 100, 500), (1, 8)):
+        heads = Heads(K * G, K, True, interpret)
+        for T in packed_queries_a_tile(GENERATIONS[name], None, N, rows, heads):
+            assert T is None or queries_a_tile(GENERATIONS[name], None, T, heads)[0] >= T, (K, G, N, rows)

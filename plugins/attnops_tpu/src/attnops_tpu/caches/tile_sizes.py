@@ -200,7 +200,8 @@ def packed_queries_a_tile(
     if block_q is None and N - rows >= few and large >= 2 * SMALL_TILES * small:
         return small, large
     most = max(_PACKED_ROWS // heads.G // 8, 1) * 8
-    return min(N, block_q or min(-(-N // (8 * rows)) * 8, most)), None
+    bq = min(N, block_q or min(-(-N // (8 * rows)) * 8, most))
+    return min(bq, queries_a_tile(chip, block_q, bq, heads)[0]), None  # of which a call has one tile
 
 
 def ranges(stop: int, step: int) -> list[tuple[int, int]]:

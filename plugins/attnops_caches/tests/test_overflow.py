@@ -234,3 +234,13 @@ def test_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         test()
     for program in programs:
         program.clear_cache()
+
+
+@pytest.mark.slow
+def test_lengths_may_be_a_list_of_traced_numbers() -> None:
+    cache = DenseCache.create(batch=2, length=16, kv_heads=1, head_dim=8, dtype=jnp.float32)
+    tokens = jnp.ones((2, 4, 1, 8))
+    appended = jax.jit(lambda cache, lengths: cache.append(tokens, tokens, lengths=lengths).lengths)
+    assert appended(cache, [4, 2]).tolist() == [4, 2]
+    with pytest.raises(ValueError, match=r"lengths=\[5, 2\] must be from 0 to T=4"):
+        cache.append(tokens, tokens, lengths=[5, 2])

@@ -124,10 +124,12 @@ def test_trips_are_those_of_the_tile_schedules() -> None:
     whole = contenders()
     job = whole.KernelJob("v6e", "attnops-tpu", False, "causal", 8192, 128)
     ((steps, padding, trips),) = whole.own_trips(job)
-    # A core that is alone begins and drains once for all heads; a row's first tile follows the diagonal one before.
+    # A core that is alone begins and drains once for all heads; a row's first tile follows the diagonal one before, and
+    # a head's first tile the last one of the head before.
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (
         11, 0,
-        [("init", 1 / 8), ("FULL", 3), ("FULL after REDUCED", 3), ("REDUCED", 4), ("drain", 1 / 8), ("finish", 4)],
+        [("FULL", 3), ("FULL after REDUCED", 3), ("REDUCED", 3), ("REDUCED after REDUCED", 1),
+         ("drain after REDUCED", 1 / 8), ("empty rows", 0), ("init", 1 / 8), ("finish", 4)],
     )  # fmt: skip
     ((steps, padding, trips),) = whole.own_trips(job._replace(backward=True))
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (

@@ -18,7 +18,7 @@ from attnops_caches.calls.bind import bind_cached
 from attnops_caches.calls.on_mesh import run_over_cache
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.step import step
-from attnops_caches.integers import integers_by_row
+from attnops_caches.integers import array, integers_by_row
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement, append_by_shard
 from attnops_caches.rows import Rows, check_rows
@@ -334,10 +334,9 @@ class Cache(Source):
         """How many of T tokens of each row are real, int32 [B], at most T: ``lengths``, checked, or T for None."""
         if lengths is None:
             return jnp.full((self.batch,), T, jnp.int32)
-        if isinstance(lengths, (int, list, tuple, np.ndarray, np.generic)):
-            known = np.asarray(lengths)
-            if known.dtype.kind in "iu" and ((known < 0) | (known > T)).any():
-                raise ValueError(f"{name}={known.tolist()} must be from 0 to T={T}, the tokens that were given")
+        lengths = array(lengths)
+        if isinstance(lengths, np.ndarray) and lengths.dtype.kind in "iu" and ((lengths < 0) | (lengths > T)).any():
+            raise ValueError(f"{name}={lengths.tolist()} must be from 0 to T={T}, the tokens that were given")
         return jnp.clip(integers_by_row(name, lengths, self.batch), 0, T)
 
     def _check_layer(self) -> None:

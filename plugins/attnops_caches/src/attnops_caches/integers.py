@@ -25,8 +25,9 @@ def check_size(name: str, size: object) -> int:
 
 
 def array(values: Leaf) -> Any:
-    """A JAX array as it is; other values, which are known when tracing, as a numpy array."""
-    return values if isinstance(values, jax.Array) else np.asarray(values)
+    """A JAX array as it is; other values as a numpy array, known when tracing, or, if one is traced, as a JAX array."""
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
+    return jnp.asarray(values) if is_traced or isinstance(values, jax.Array) else np.asarray(values)
 
 
 def integers(name: str, values: Leaf) -> Any:

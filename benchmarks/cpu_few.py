@@ -1,4 +1,4 @@
-"""Figures of attnops-cpu's `flash` with few queries over arrays, beside native `flash`.
+"""Figures of attnops-cpu's `flash` with few queries over arrays, compared with native `flash`.
 
 Run ``taskset -c 0 python benchmarks/cpu_few.py``, or ``--clock`` without taskset for the clock on all cores.
 Causal, B 1, D 128; both are checked against each other and timed in turns, and the best of each is reported.

@@ -4,9 +4,9 @@
     python benchmarks/tpu_prefill.py --generation v6e --page 128 --queries 512 --codec int8
     python benchmarks/tpu_prefill.py --mixed                           # whole batches
 
-Bundles are those of `tpu_decode.py`: "bundles" is the loop over tiles of keys that nothing is masked of, with the issue
-of transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of 4,096 tokens, with
-its masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read.
+Bundles are counted as in `tpu_decode.py`: "bundles" is the loop over unmasked tiles of keys, with the issue of
+transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of 4,096 tokens, with its
+masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read.
 
 A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
 as many tokens, new tokens included. Its kernels are added up item by item. "with memory" takes for each kernel the
@@ -155,7 +155,7 @@ def child(batch: Batch, generation: str) -> None:
 
 
 def measured(batch: Batch, generation: str) -> tuple[list[Parts], float]:
-    """The kernels of a call, that of small tiles first, and the bytes that its program moves outside of them."""
+    """The kernels of a call, the one for small tiles first, and the bytes that its program moves outside of them."""
     command = [str(Path(__file__).resolve()), "child", json.dumps(batch), generation]
     told: dict[str, Any] = run(command) if batch.decoding else {"kernels": {f"{KERNEL}.1": None}}
     result = []

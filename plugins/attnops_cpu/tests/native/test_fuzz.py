@@ -5,14 +5,18 @@ Those for ARM are tested on every processor: ``neon/arm_neon.h`` stands in for t
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import pytest
 
 from attnops_cpu.library import library
+
+Programs: TypeAlias = Callable[[str, tuple[str, ...]], Path]
 
 ROOT: Final = Path(__file__).parents[2]
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
@@ -57,10 +61,10 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kernel", ["flash", "decode"])
-def test_random_calls_are_right_and_read_nothing_outside(kernel: str, isa: str, tmp_path: Path) -> None:
+def test_random_calls_are_right_and_read_nothing_outside(kernel: str, isa: str, programs: Programs) -> None:
     is_here = isa in HERE
     calls = (400 if kernel == "flash" else 2000) // (1 if is_here else 2)
-    check(build(kernel, isa, FLAGS[isa] if is_here else STAND_IN[isa], tmp_path), str(calls))
+    check(programs(isa, FLAGS[isa] if is_here else STAND_IN[isa]), kernel, str(calls))
 
 
 @pytest.mark.parametrize("kernel", ["flash", "decode"])
@@ -71,30 +75,37 @@ def test_random_calls_are_right_and_read_nothing_outside(kernel: str, isa: str, 
         *([pytest.param("traps", marks=pytest.mark.exhaustive)] if "avx512_bf16" in library().available else []),
     ],
 )
-def test_random_calls_of_amx_are_right(kernel: str, tiles: str, tmp_path: Path) -> None:
-    check(build(kernel, "amx", AMX[tiles], tmp_path), "300" if kernel == "flash" else "150")
+def test_random_calls_of_amx_are_right(kernel: str, tiles: str, programs: Programs) -> None:
+    check(programs("amx", AMX[tiles]), kernel, "300" if kernel == "flash" else "150")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", ["flash", "decode"])
-def test_half_a_million_calls_read_nothing_outside(kernel: str, tmp_path: Path) -> None:
-    found = run(build(kernel, HERE[0], FLAGS[HERE[0]], tmp_path), "500000", "12345", "10")
+def test_half_a_million_calls_read_nothing_outside(kernel: str, programs: Programs) -> None:
+    found = run(programs(HERE[0], FLAGS[HERE[0]]), kernel, "500000", "12345", "10")
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-def check(program: Path, calls: str) -> None:
-    right = run(program, calls, "7")
+def check(program: Path, kernel: str, calls: str) -> None:
+    right = run(program, kernel, calls, "7")
     assert right.returncode == 0, right.stdout + right.stderr
-    wrong = run(program, "20", "7", "1", "hide the newest key")
+    wrong = run(program, kernel, "20", "7", "1", "hide the newest key")
     assert wrong.returncode == 1, "a plain computation without the newest key is not told from the kernel"
 
 
-def build(kernel: str, isa: str, flags: tuple[str, ...], folder: Path) -> Path:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler is not None, "building attnops-cpu needs a C++ compiler"
-    program = folder / "fuzz"
-    sources = [ROOT / f"tests/native/{kernel}_fuzz.cc", ROOT / "native/memory.cc"]
-    options = ["-std=c++17", "-O1", "-g1", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
-               "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-DATTNOPS_ISA={isa}"]  # fmt: skip
-    subprocess.run([compiler, *options, *flags, f"-I{ROOT / 'native'}", *sources, "-o", program], check=True)
-    return program
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    """The program of an instruction set, which has both kernels: it takes half a minute to compile."""
+
+    @functools.cache
+    def build(isa: str, flags: tuple[str, ...]) -> Path:
+        compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+        assert compiler is not None, "building attnops-cpu needs a C++ compiler"
+        program = tmp_path_factory.mktemp("fuzz") / "fuzz"
+        sources = [ROOT / "tests/native/fuzz.cc", ROOT / "native/memory.cc"]
+        options = ["-std=c++17", "-O1", "-g1", "-w", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast",
+                   "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-DATTNOPS_ISA={isa}"]  # fmt: skip
+        subprocess.run([compiler, *options, *flags, f"-I{ROOT / 'native'}", *sources, "-o", program], check=True)
+        return program
+
+    return build

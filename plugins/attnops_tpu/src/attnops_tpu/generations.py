@@ -18,7 +18,7 @@ class Generation(NamedTuple):
     """The properties of a generation that tile sizes depend on.
 
     Attributes:
-        name: the generation's name, such as ``"v6e"``; of a chip that is not known, that of the nearest.
+        name: the generation's name, such as ``"v6e"``; of an unknown chip, the nearest generation's.
         number: which generation it is, as in JAX's ``TpuInfo.generation``.
         vmem: bytes of vector memory per core.
         strided_rotation: whether the hardware can rotate each row of a register by a different number of lanes.

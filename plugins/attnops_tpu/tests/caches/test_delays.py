@@ -1,4 +1,4 @@
-"""Transfers that take place at any time between their start and the wait for them: memory that nobody wrote is NaN."""
+"""Transfers that take place at any time between their start and the wait for them: unwritten memory is NaN."""
 
 from __future__ import annotations
 

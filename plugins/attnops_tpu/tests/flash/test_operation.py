@@ -91,7 +91,7 @@ def test_a_chip_without_a_plan_has_that_of_the_nearest(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.parametrize("D", [32, 24])
 def test_registers_of_16_sublanes(D: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are those of the contract; a head dim that 16 does not divide has registers of 8."""
+    """Values are right; for a head dim that 16 does not divide, reductions have 8 sublanes."""
     monkeypatch.setitem(generations.GENERATIONS, "tpu7x", GENERATIONS["tpu7x"]._replace(sublanes=16))
     q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 96, 2, D)).astype(np.float32)
     metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_q=32, block_k=32)

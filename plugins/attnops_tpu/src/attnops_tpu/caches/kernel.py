@@ -53,7 +53,8 @@ class Kernel:
         state.m[...] = jnp.full(state.m.shape, LOWEST, jnp.float32)
         for x in (state.l, state.acc):
             x[...] = jnp.zeros(x.shape, jnp.float32)
-        for source, target in zip(self.refs.by_row, state.by_row, strict=False):
+        # Transposed scores read values by row where they are.
+        for source, target in zip(self.refs.by_row, state.by_row, strict=not self.plan.transposed):
             for head in range(target.shape[0]):
                 target[head] = _to_rows(source[0, head : head + 1])[: self.plan.R]
 

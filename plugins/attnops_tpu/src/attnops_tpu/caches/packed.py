@@ -59,7 +59,7 @@ def unpacked(call: FlashCall, cache: StoredCache) -> list[Unpacked]:
 
 
 def _of_tiles(call: FlashCall, cache: StoredCache, bq: int, tiles: int, is_real: jax.Array) -> Unpacked:
-    """The packed queries ``is_real``, which are all those of some rows, in at most so many tiles."""
+    """The packed queries ``is_real``, all queries of some rows, in at most ``tiles`` tiles."""
     mask, (_, N, H, _) = call.mask, call.query.shape
     assert isinstance(mask, (Packed, PackedByRow))
     rows, number = jnp.where(is_real, mask.q_rows, -1), jnp.arange(N, dtype=jnp.int32)
@@ -90,7 +90,7 @@ def _of_tiles(call: FlashCall, cache: StoredCache, bq: int, tiles: int, is_real:
 
 
 def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[CacheType, NewTokens]:
-    """The new tokens that the kernel writes, as those of a batch of small tiles, and the cache with the others.
+    """The new tokens that the kernel writes, as a batch of small tiles has them, and the cache with the others.
 
     The kernel writes a row's new tokens only if its queries fit one small tile: of several tiles, each would need the
     new tokens of the others. All other tokens, such as a prompt's, are written before the kernel, at a small cost

@@ -33,7 +33,7 @@ _ROWS: Final = 256
 # The same for packed rows, where tiles of one query are as large as those of other rows with few queries.
 _PACKED_ROWS: Final = 128
 # If packed rows have two sizes of tiles: the rows of a small one, of 8 queries at most; how many small tiles cost as
-# much as one large tile; and more queries than rows by so many that a row may have a large tile.
+# much as one large tile; and how many queries more than rows there must be for large tiles.
 _SMALL_ROWS: Final = 32
 SMALL_TILES: Final = 3
 _MORE: Final = 64
@@ -133,14 +133,14 @@ class Heads(NamedTuple):
 
     H: int
     K: int
-    # whether tiles may have transposed scores: not latents, of which 128 heads fill the matrix unit with single tokens,
-    # and not products of six passes, whose straight-line code would be six times as long
+    # whether tiles may have transposed scores: not with latents, whose 128 heads fill the matrix unit with single
+    # tokens, and not with products of six passes, whose straight-line code would be six times as long
     transposable: bool
     interpret: bool  # whether tiles need not fill the lanes
 
     @classmethod
     def of(cls, H: int, K: int, dtypes: Iterable[DType], is_latent: bool, metadata: OperationMetadata) -> Heads:
-        """Those of a call; ``dtypes``: of the query and the cache."""
+        """The heads of a call; ``dtypes``: of the query and the cache."""
         one_pass = metadata.precision == lax.Precision.DEFAULT or all(jnp.dtype(x) == jnp.bfloat16 for x in dtypes)
         return cls(H, K, not is_latent and (one_pass or metadata.interpret), metadata.interpret)
 
@@ -151,7 +151,7 @@ class Heads(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Queries of which a tile of transposed scores has a multiple, so that its rows fill the lanes."""
+        """A tile of transposed scores has a multiple of so many queries, so that its rows fill the lanes."""
         return 1 if self.interpret else math.lcm(self.G, LANES) // self.G
 
     def most_transposed(self, chip: Generation) -> int:
@@ -201,7 +201,7 @@ def packed_queries_a_tile(
         return small, large
     most = max(_PACKED_ROWS // heads.G // 8, 1) * 8
     bq = min(N, block_q or min(-(-N // (8 * rows)) * 8, most))
-    return min(bq, queries_a_tile(chip, block_q, bq, heads)[0]), None  # of which a call has one tile
+    return min(bq, queries_a_tile(chip, block_q, bq, heads)[0]), None  # a call has one such tile
 
 
 def ranges(stop: int, step: int) -> list[tuple[int, int]]:

@@ -22,13 +22,14 @@ from attnops_tpu.caches.kernel import Kernel
 from attnops_tpu.caches.operands import values_of
 from attnops_tpu.caches.references import Tile
 from attnops_tpu.caches.tile_sizes import LAG, LANES, SUB_KEYS, SUB_ROWS, ranges
-from attnops_tpu.flash.tile import LOG2E, product
+from attnops_tpu.flash.tile import LOG2E, by_sublane, plus, product
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
 
 # Scores are read at an offset of 0 that the compiler does not know: else it forwards stores to loads, and spills.
 _OFFSET: Final = 8
+SUBLANES: Final = 8
 
 
 class _Part(NamedTuple):
@@ -45,7 +46,7 @@ class _Unit(NamedTuple):
 
     parts: Sequence[_Part]
     buffer: int  # which of the buffers has its scores
-    m: jax.Array  # [8, rows], the largest score of each row so far, that of this unit included
+    m: jax.Array  # [8, rows], the largest score of each row so far, with this unit's
     alpha: jax.Array  # [8, rows], the factor by which the state is rescaled to it
 
 
@@ -97,20 +98,20 @@ class TransposedKernel(Kernel):
         for i in range(max(len(parts), 0 if before is None else len(before.parts))):
             is_added = before is not None and i < len(before.parts)
             if before is not None and is_added:
-                weights = jnp.exp2((_by_sublane(self._computed(before, i)) - before.m) * c)
-                total = _plus(total, weights.sum(axis=0))
+                weights = jnp.exp2((by_sublane(SUBLANES, self._computed(before, i)) - before.m) * c)
+                total = plus(total, weights.sum(axis=0))
             if i < len(parts):
                 # The matrix unit works in program order: this product fills the time until the weights are there.
                 chunk, s = parts[i].chunk, self._scores_of(parts[i], once)
                 self.refs.scores[buffer][i * SUB_KEYS : i * SUB_KEYS + chunk.size, : chunk.rows] = s
-                most = _by_sublane(s).max(axis=0)
+                most = by_sublane(SUBLANES, s).max(axis=0)
                 highest = most if highest is None else jnp.maximum(highest, most)
             if before is not None and is_added:
                 chunk = before.parts[i].chunk
                 added = self._added(before.parts[i], weights.reshape(chunk.size, chunk.rows), once)
                 acc = state.acc[chunk.head, :, chunk.at]
                 if i == 0:
-                    acc = (before.alpha * _by_sublane(acc)).reshape(acc.shape)
+                    acc = (before.alpha * by_sublane(SUBLANES, acc)).reshape(acc.shape)
                 # Accumulated in memory: as a value it would occupy half of the registers.
                 state.acc[chunk.head, :, chunk.at] = acc + added
         if before is not None:
@@ -190,12 +191,3 @@ class TransposedKernel(Kernel):
             refs.out[0, head] = out.T.astype(refs.out.dtype)
             if refs.lse is not None:
                 refs.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
-
-
-def _by_sublane(x: jax.Array) -> jax.Array:
-    """[n, rows] to [n / 8, 8, rows]: reductions along the first axis then need one register at a time."""
-    return x.reshape(-1, 8, x.shape[1])
-
-
-def _plus(total: jax.Array | None, x: jax.Array) -> jax.Array:
-    return x if total is None else total + x

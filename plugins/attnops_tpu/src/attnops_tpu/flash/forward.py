@@ -32,7 +32,7 @@ from attnops_tpu.flash.operands import (
     rows_of_query,
 )
 from attnops_tpu.flash.plan import FlashPlan
-from attnops_tpu.flash.tile import SubTile, log2_unit, product, score_unit
+from attnops_tpu.flash.tile import SubTile, by_sublane, log2_unit, plus, product, score_unit
 from attnops_tpu.flash.tile_schedule import REDUCED, Body, Hidden, TileSchedule
 from attnops_tpu.references import Output, Prefetched
 
@@ -270,8 +270,8 @@ def _step(
         for row in range(0, plan.bk, rows):
             keys, sub_tile = slice(row, row + rows), (col // cols, row // rows)
             if sub_tile not in hidden_before:
-                weights = jnp.exp2((_by_sublane(plan, state.scores[keys, at]) - base) * c)
-                l_tile = _plus(l_tile, weights.sum(axis=0))
+                weights = jnp.exp2((by_sublane(plan.sublanes, state.scores[keys, at]) - base) * c)
+                l_tile = plus(l_tile, weights.sum(axis=0))
                 weights, v = weights.reshape(rows, cols), refs.v[keys, :]
                 if plan.scoring.has_fully_masked_tokens:
                     # Fully masked tokens may hold NaN, and 0 · NaN is NaN.
@@ -284,7 +284,7 @@ def _step(
                 sub = SubTile(plan, refs.arrays, indices[0], row, rows, col, cols)
                 s = _scores(sub, refs, body.is_masked(*sub_tile))
                 state.scores[keys, at] = s
-                highest = _by_sublane(plan, s).max(axis=0)
+                highest = by_sublane(plan.sublanes, s).max(axis=0)
                 m_tile = highest if m_tile is None else jnp.maximum(m_tile, highest)
             if sub_tile in hidden_before:
                 continue
@@ -294,10 +294,10 @@ def _step(
             # Accumulated in memory: as a value it would occupy half of the registers.
             acc = state.acc[:, at]
             if not is_scaled:
-                acc, is_scaled = (alpha[None] * _by_sublane(plan, acc)).reshape(plan.Dv, cols), True
+                acc, is_scaled = (alpha[None] * by_sublane(plan.sublanes, acc)).reshape(plan.Dv, cols), True
             state.acc[:, at] = acc + out
         if l_tile is None:  # all of these sub-tiles are hidden
-            state.acc[:, at] = (alpha[None] * _by_sublane(plan, state.acc[:, at])).reshape(plan.Dv, cols)
+            state.acc[:, at] = (alpha[None] * by_sublane(plan.sublanes, state.acc[:, at])).reshape(plan.Dv, cols)
             l_tile = jnp.zeros((plan.sublanes, cols), jnp.float32)
         state.l[:, at] = alpha * state.l[:, at] + l_tile
         state.m_before[:, at] = m_before
@@ -350,12 +350,3 @@ def _clear(state: TileState) -> None:
 def _finite(m: jax.Array) -> jax.Array:
     """``m``, and 0 where it is −inf: exp(−inf − 0) is 0, where exp(−inf + inf) is NaN."""
     return jnp.where(m == -jnp.inf, 0.0, m)
-
-
-def _by_sublane(plan: FlashPlan, x: jax.Array) -> jax.Array:
-    """[n, cols] to [n / 8, 8, cols]: reductions along the first axis then need one register at a time."""
-    return x.reshape(-1, plan.sublanes, x.shape[1])
-
-
-def _plus(total: jax.Array | None, x: jax.Array) -> jax.Array:
-    return x if total is None else total + x

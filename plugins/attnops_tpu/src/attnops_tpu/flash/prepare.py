@@ -75,16 +75,16 @@ def tile_schedules(plan: FlashPlan, mask: Mask | None) -> TileSchedules:
         for first in range(0, plan.nq, plan.span)
     )  # fmt: skip
     coverage, bodies = _reduced(plan, mask, coverage, by_key=False)
+    sub_tiles = plan.bq // plan.forward.cols * (plan.bk // plan.forward.rows)
     forward = tuple(
         tile_schedule(
             coverage[:, :, first:stop],
             first,
-            0,
-            bodies,
-            joins,
-            plan.sequential,
-            plan.bq // plan.forward.cols * (plan.bk // plan.forward.rows),
-            MAX_CODE / forward_code(plan.bq, plan.bk),
+            bodies=bodies,
+            joins=joins,
+            sequential=plan.sequential,
+            sub_tiles=sub_tiles,
+            most_code=MAX_CODE / forward_code(plan.bq, plan.bk),
         )
         for first, stop in row_chunks(coverage)
     )

@@ -231,3 +231,13 @@ def product(plan: FlashPlan | CachePlan, a: jax.Array, b: jax.Array, a_axis: int
     """A product on the matrix unit, accumulated in float32."""
     dimensions = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=plan.precision, preferred_element_type=jnp.float32)
+
+
+def by_sublane(sublanes: int, x: jax.Array) -> jax.Array:
+    """[n, cols] to [n / sublanes, sublanes, cols]: reductions along the first axis then need one register at a time."""
+    return x.reshape(-1, sublanes, x.shape[1])
+
+
+def plus(total: jax.Array | None, x: jax.Array) -> jax.Array:
+    """``total + x``; ``x`` if there is no total yet."""
+    return x if total is None else total + x

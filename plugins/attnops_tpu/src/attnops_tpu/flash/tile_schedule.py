@@ -82,10 +82,10 @@ class TileSchedule(Foldable):
     rows: tuple[int, int]  # index of the first row, and of the last plus 1
     bodies: Bodies = (MASKED, MASKED)  # the code of `REDUCED` tiles, and of other PARTIAL tiles
     traced: Leaf = None  # for a traced mask, the grid steps that are needed, int32; else None
-    # The kinds of entries, each with whether they follow a `REDUCED` one; for PARTIAL ones always False. An EMPTY one
-    # is a row without tiles, or the end of a map.
+    # The bodies that a kernel has: a kind of entries, and whether the body leaves out the sub-tiles that the `REDUCED`
+    # tile before hides; never for PARTIAL. EMPTY: a row without tiles, or the end of a map.
     variants: tuple[tuple[int, bool], ...] = ()
-    # Whether a PARTIAL tile, or an entry that pads a map, follows a `REDUCED` tile.
+    # Whether some body reads the scores that the `REDUCED` tile before hides, which then are -inf.
     reads_hidden: bool = False
     # How many batches each map lists, one after the other, so that none is padded; the grid has so many times fewer
     # batches.

@@ -19,6 +19,8 @@ QUICK = "not slow and not exhaustive"
 TIERS = ("quick", "slow", "exhaustive")
 # How many slow cases of each test with ``every`` were collected.
 _slow = pytest.StashKey[collections.Counter[str]]()
+# The ids in marks that no collected case has.
+UNKNOWN = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,6 +59,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         if item.config.stash[_slow][test] % every:
             item.add_marker("exhaustive")
         item.config.stash[_slow][test] += 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note what marks name that is not there, unless only some cases of a test were asked for."""
+    config.stash[UNKNOWN] = [] if any("::" in argument for argument in config.args) else unknown(items)
 
 
 def unknown(items: Iterable[pytest.Item]) -> list[str]:

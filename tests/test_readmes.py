@@ -11,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import XLA_FLAGS
 
 import attnops
 from attnops.masks import Causal, Segments
@@ -35,7 +36,7 @@ def blocks(path: str) -> list[str]:
 )
 @pytest.mark.tier(every=3)
 def test_a_plugins_example_runs(plugin: str, printed: str) -> None:
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
     block = "\n".join(blocks(f"plugins/{plugin}/README.md"))
     run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr

@@ -19,7 +19,8 @@ BUILDER := $(if $(COMPILER),"scikit-build-core>=0.11" cmake ninja)
 PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton) $(CPU)
 WITHOUT = @$(if $(COMPILER),,echo "attnops-cpu is left out, since there is no C++ compiler; native flash serves CPUs (Debian, Ubuntu: apt install g++)")
 # Those that wrap a kernel are tested from their sources: what is installed takes part in all other tests.
-TESTS := tests examples plugins/attnops_adapters plugins/attnops_cli plugins/attnops_caches plugins/attnops_testing plugins/attnops_lm $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
+# A worker has a whole file: those that last minutes come first, and many short ones at the end.
+TESTS := $(PLUGINS) plugins/attnops_lm plugins/attnops_testing tests examples plugins/attnops_adapters plugins/attnops_cli plugins/attnops_caches plugins/attnops_splash plugins/attnops_tokamax
 JAX = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))')
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.

@@ -9,6 +9,7 @@ those between are exhaustive.
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave modules that are slow as a whole alone in quick runs: importing Keras takes seconds."""
     if config.option.markexpr != QUICK or not collection_path.name.startswith("test_") or collection_path.is_dir():
         return None
-    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    is_slow = re.search(r"^pytestmark = \[?pytest\.mark\.slow\b", collection_path.read_text(), re.MULTILINE)
+    return is_slow is not None or None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -161,6 +161,7 @@ def equal(found: Any, wanted: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("sizes", [{}, {"group": 8, "recent": 8}, {"group": 16, "recent": 21}, {"group": 1}])
+@pytest.mark.tier(quick=[], slow=["sizes0-float32", "sizes1-bfloat16", "sizes2-float16", "sizes3-float32"])
 def test_one_token_at_a_time_is_a_prompt_in_chunks(sizes: dict[str, int], dtype: str) -> None:
     key, value = (jnp.asarray(x, dtype) for x in tokens(117))
     cache = create(dtype=dtype, starts=STARTS, **sizes)

@@ -72,9 +72,9 @@ class Call:
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
-        window = self.random.integers(1, 40, B)
+        window = self.random.integers(1, 40, (B, 1))
         masks: list[Mask] = [
-            Causal(), Causal() & SlidingWindow(int(window[0]), 0), Causal() & SlidingWindow(jnp.asarray(window), 0),
+            Causal(), Causal() & SlidingWindow(int(window[0, 0]), 0), Causal() & SlidingWindow(jnp.asarray(window), 0),
             Causal() & Chunked(24), Causal() & Lengths(self.random.integers(0, SLOTS, B)),
             MaskFn(lambda b, h, q, kv: (kv <= q) & ((kv + h) % 5 != 1)), Causal() | MaskFn(lambda b, h, q, kv: kv < 9),
         ]  # fmt: skip

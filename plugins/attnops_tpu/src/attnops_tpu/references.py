@@ -122,21 +122,24 @@ def call_kernel(
         return call(*(x.array for x in scalars), *(x.over if isinstance(x, Output) else x.array for x in inputs))
 
 
-def needed(refs: PyTree) -> int:
-    """Bytes of vector memory that a declaration needs: for two buffers of each array's block, and for scratch."""
+def needed(refs: PyTree, sublanes: int = 8) -> int:
+    """Bytes of vector memory that a declaration needs: for two buffers of each array's block, and for scratch.
+
+    ``sublanes``: rows of a vector register.
+    """
     total = 0
     for x in jax.tree.leaves(refs):
         if isinstance(x, (Input, Output)):
-            total += 0 if x.spec.block_shape is None else 2 * _bytes(x.spec.block_shape, x.array.dtype)
+            total += 0 if x.spec.block_shape is None else 2 * _bytes(x.spec.block_shape, x.array.dtype, sublanes)
         elif getattr(x, "memory_space", None) == pltpu.VMEM:
-            total += _bytes(x.shape, x.dtype)
+            total += _bytes(x.shape, x.dtype, sublanes)
     return total
 
 
-def _bytes(shape: Sequence[Any], dtype: DType) -> int:
-    """Bytes of an array, whose last two axes are padded to registers; a single row, and 8 of any dtype, are not."""
+def _bytes(shape: Sequence[Any], dtype: DType, sublanes: int) -> int:
+    """Bytes of an array, whose last two axes are padded to registers; a row, and ``sublanes`` of any dtype, are not."""
     *outer, rows, lanes = (1 if n is None else int(n) for n in shape)
     itemsize = jnp.dtype(dtype).itemsize
-    sublanes = 8 * 4 // itemsize
-    rows = rows if rows in (1, 8) else -(-rows // sublanes) * sublanes
+    of_register = sublanes * 4 // itemsize
+    rows = rows if rows in (1, sublanes) else -(-rows // of_register) * of_register
     return math.prod(outer) * rows * -(-lanes // _LANES) * _LANES * itemsize

@@ -18,10 +18,13 @@ from attnops_tpu.caches.references import Tile
 from attnops_tpu.caches.write import Writer, _bits_of_slots
 
 
-@pytest.mark.parametrize(("itemsize", "unit", "group"), [(4, 64, 8), (2, 64, 16), (1, 64, 32), (2, 8, 8), (1, 48, 16)])
-def test_groups_fill_registers_and_divide_units(itemsize: int, unit: int, group: int) -> None:
-    assert group_of(False, itemsize, unit) == group
-    assert group_of(True, 4, 256) == 128
+@pytest.mark.parametrize(
+    ("itemsize", "unit", "sublanes", "group"),
+    [(4, 64, 8, 8), (2, 64, 8, 16), (1, 64, 8, 32), (2, 8, 8, 8), (1, 48, 8, 16), (2, 64, 16, 32), (2, 16, 16, 16)],
+)
+def test_groups_fill_registers_and_divide_units(itemsize: int, unit: int, sublanes: int, group: int) -> None:
+    assert group_of(False, itemsize, unit, sublanes) == group
+    assert group_of(True, 4, 256, sublanes) == 128
 
 
 @pytest.mark.parametrize("group", [8, 16])
@@ -44,7 +47,7 @@ def test_words_hold_the_tokens_of_whole_groups(dtype: Any, T: int, cache_plan: C
     words = np.asarray(result.tokens[0])
     assert words.shape[0] == plan.items == 4, "rows are padded to as many as items"
     bits = words.view(dtype).reshape(4, 2, words.shape[2], 8, -1)  # the slots of a word are last
-    group = group_of(False, tokens.itemsize, 64)
+    group = group_of(False, tokens.itemsize, 64, plan.sublanes)
     for row in range(3):
         for index in range(size[row]):
             slot = 0 if T == 1 else first[row] % group + index

@@ -122,7 +122,7 @@ def make_plan(
         B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=layout.width, is_packed=is_packed,
         keys_by_cache_row=keys_by_cache_row, is_ring=isinstance(cache, WindowCache),
         is_paged=isinstance(cache, PagedCache),
-        cores=chip.cores, dtype=dtype, stored=jnp.dtype(layout.stored_dtype),
+        sublanes=chip.sublanes, cores=chip.cores, dtype=dtype, stored=jnp.dtype(layout.stored_dtype),
         packed=1 if cache.codec is None else cache.codec.per_element, operand=_operand(cache, dtype, chip),
         out_dtype=jnp.dtype(call.query.dtype), is_latent=layout.content == "latent",
         is_joined=layout.content == "joined",

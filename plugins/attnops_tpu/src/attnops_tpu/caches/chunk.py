@@ -70,7 +70,7 @@ class Chunk:
             visible &= jnp.broadcast_to(self._apply(mask, None, q, kv, given), shape)
         if self.refs.missing is not None:
             present = self.refs.missing.present[:1, self.keys]
-            visible &= jnp.broadcast_to((_to_column(present) if plan.transposed else present) != 0, shape)
+            visible &= jnp.broadcast_to((_to_column(plan, present) if plan.transposed else present) != 0, shape)
         # The values by key of a FULL tile were not transferred.
         return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
 
@@ -80,7 +80,7 @@ class Chunk:
             seen = jnp.max(visible.astype(jnp.float32), axis=1, keepdims=True) > 0
             return Seen(seen, seen)
         row = jnp.max(visible.astype(jnp.float32), axis=0, keepdims=True)
-        return Seen(row > 0, _to_column(row) > 0)
+        return Seen(row > 0, _to_column(self.plan, row) > 0)
 
     def with_cap_and_bias(self, scores: jax.Array) -> jax.Array:
         """Scores, float32 times the full scale, with soft cap and bias."""
@@ -125,7 +125,7 @@ class Chunk:
         if jnp.issubdtype(value.dtype, jnp.floating):
             rows = lax.bitcast_convert_type(rows, jnp.float32)
         if plan.transposed:
-            columns = [_to_column(rows[g : g + 1]) for g in range(count)]
+            columns = [_to_column(plan, rows[g : g + 1]) for g in range(count)]
             of_head = lax.div(self._row(), jnp.int32(plan.bq))
             return functools.reduce(lambda x, g: jnp.where(of_head >= g, columns[g], x), range(1, count), columns[0])
         if count == 1 or plan.bq == 1:
@@ -147,6 +147,6 @@ class Chunk:
         return q, kv
 
 
-def _to_column(x: jax.Array) -> jax.Array:
+def _to_column(plan: CachePlan, x: jax.Array) -> jax.Array:
     """[1, n] to [n, 1]."""
-    return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
+    return jnp.broadcast_to(x, (plan.sublanes, x.shape[1])).T[:, :1]

@@ -112,7 +112,7 @@ class Kernel:
     ) -> None:
         """Add chunks of a tile, (start, size)."""
         plan, ahead = self.plan, collections.deque[tuple[Chunk, jax.Array, Seen | None]]()
-        lag = max(_AHEAD // (-(-plan.R // 8) * -(-plan.chunk // LANES)), 1)
+        lag = max(_AHEAD // (-(-plan.R // plan.sublanes) * -(-plan.chunk // LANES)), 1)
         for start, size in chunks:
             shared: tuple[jax.Array, Seen] | None = None
             for head in range(plan.K):

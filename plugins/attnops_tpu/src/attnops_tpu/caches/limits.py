@@ -15,8 +15,6 @@ from attnops_tpu.caches.tile_sizes import LANES, Heads, queries_a_tile, unit_of
 from attnops_tpu.flash.primitives import PRIMITIVES
 from attnops_tpu.generations import generation
 
-# Rows of a register of 32-bit elements; narrower elements share a row. Transfers move whole registers.
-_SUBLANES: Final = 8
 # The masks with values by query, by key or by row that the kernel computes for packed rows: it looks them up by row.
 _BY_ROW: Final = frozenset({
     "Full", "Causal", "SlidingWindow", "Chunked", "PrefixLM", "Segments", "Lengths", "KeyPadding", "MaskFn", "Band",
@@ -75,7 +73,8 @@ def _layout(request: AttentionRequest) -> Iterator[Reason]:
     packed = 2 if cache.codec == "int4" else 1
     itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
     by_token = cache.scales == "token_head"
-    rows, unit = _SUBLANES * 4 // itemsize, unit_of(cache.page_size, slots_of_row(request))
+    # Transfers move whole registers, in whose rows of 32 bits narrower elements share a place.
+    rows, unit = generation().sublanes * 4 // itemsize, unit_of(cache.page_size, slots_of_row(request))
     what = ("page_size", cache.page_size) if cache.page_size else ("length", slots_of_row(request))
     multiple = LANES * packed
     wider = f"create the cache with width={-(-least // multiple) * multiple}"

@@ -1,7 +1,7 @@
 """The new tokens of a step in the layout in which the kernel writes them: whole groups of slots.
 
-A transfer moves whole *groups* of slots, which fill a register's sublanes: 8 slots of 32 bits, 16 of 16, 32 of 8; or
-128 slots of scales, which are in the lanes. New tokens are given in groups aligned as the row's.
+A transfer moves whole *groups* of slots, which fill a register's sublanes: of 8 sublanes 8 slots of 32 bits, 16 of 16,
+32 of 8; or 128 slots of scales, which are in the lanes. New tokens are given in groups aligned as the row's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from jax import lax
 from attnops_caches import NewTokens
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.tile_sizes import LANES
-
-_SUBLANES: Final = 8
 
 
 class Written(NamedTuple):
@@ -36,15 +34,16 @@ class Written(NamedTuple):
     tokens: tuple[Any, ...]
 
 
-def group_of(is_scale: bool, itemsize: int, unit: int) -> int:
+def group_of(is_scale: bool, itemsize: int, unit: int, sublanes: int) -> int:
     """Slots per group of an array.
 
     Args:
         is_scale: whether the array has scales by token.
         itemsize: bytes per element.
         unit: slots per unit, see `attnops_tpu.caches.plan.CachePlan`.
+        sublanes: rows of a vector register.
     """
-    return math.gcd(LANES if is_scale else _SUBLANES * 4 // itemsize, unit)
+    return math.gcd(LANES if is_scale else sublanes * 4 // itemsize, unit)
 
 
 def groups_of(T: int, group: int) -> int:
@@ -63,7 +62,7 @@ def written(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapp
     """
     tokens = []
     for i, (name, array) in enumerate(blocks.items()):
-        group = group_of(i >= plan.token_arrays, array.dtype.itemsize, plan.unit)
+        group = group_of(i >= plan.token_arrays, array.dtype.itemsize, plan.unit, plan.sublanes)
         token = jnp.arange(groups_of(plan.T, group) * group, dtype=jnp.int32) - (new.first % group)[:, None]
         token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
         words = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])

@@ -52,6 +52,7 @@ class CachePlan:
     buffers: int  # tiles of keys in vector memory: one is computed with, the others are being transferred
     starts: Starts  # when transfers start, see `Starts`
     transposed: bool  # whether scores are [keys, rows], see `attnops_tpu.caches.transposed`
+    sublanes: int  # rows of a vector register
     cores: int  # the cores that share a kernel's grid; items are given to them in turn
     dtype: np.dtype  # the dtype of queries and weights in products
     stored: np.dtype  # the dtype of stored tokens
@@ -119,6 +120,11 @@ class CachePlan:
     def value_lanes(self) -> int:
         """Features that weights are multiplied with; the last Dv are the value."""
         return self.width - self.value_start if self.is_joined else self.Dv
+
+    @property
+    def rows_of_number(self) -> int:
+        """Rows of a number per row of transposed scores: a register's, or fewer, which divide a value's features."""
+        return math.gcd(self.sublanes, self.value_lanes)
 
     @property
     def is_looped(self) -> bool:

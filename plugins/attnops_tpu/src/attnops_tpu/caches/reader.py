@@ -57,7 +57,7 @@ class TPUCacheReader(CacheReader):
         if size > MAX_NEW:
             yield Reason("query", T, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
                          f"held in vector memory", "give fewer tokens a step")  # fmt: skip
-        group = group_of(cache.scales == "token_head", itemsize, unit)
+        group = group_of(cache.scales == "token_head", itemsize, unit, chip.sublanes)
         if cache.storage == "WindowCache" and groups_of(T, group) > slots // group:
             yield Reason("query", T, f"may begin and end in the same group of {group} slots, of a "
                          f"ring of {slots}", "create the cache with more max_append")  # fmt: skip

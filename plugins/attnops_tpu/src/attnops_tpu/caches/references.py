@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,11 @@ from attnops_tpu.references import ANY, Input, Output, Prefetched, needed
 if TYPE_CHECKING:
     from attnops.typing import Ref
 
-# Rows of a register of 32-bit elements.
-_SUBLANES: Final = 8
-
 
 class ItemState(NamedTuple):
     """What is kept from tile to tile, in vector memory."""
 
-    # If scores are transposed, so are these, with 8 for 128, and there is no ``by_row``.
+    # If scores are transposed, so are these, with ``plan.rows_of_number`` for 128, and there is no ``by_row``.
     m: Any  # [K, R, 128], the largest score so far, in all lanes
     l: Any  # [K, R, 128], the sum of the weights, separately for each lane
     acc: Any  # [K, R, value_lanes], the sum of weights times values
@@ -42,7 +39,7 @@ class MissingRefs(NamedTuple):
     """What masks the keys of missing pages."""
 
     loaded: Any  # int32 [1, 128] in scalar memory, the words of a tile among them
-    present: Any  # int32 [8, bk], 1 for each key of a tile whose page is in the table; all 1 between two tiles
+    present: Any  # int32 [sublanes, bk], 1 for each key of a tile whose page is in the table; all 1 between two tiles
     arrived: Any  # a semaphore [1]
 
 
@@ -64,7 +61,7 @@ class CacheRefs(NamedTuple):
     sources: tuple[Any, ...]  # in main memory, see `attnops_tpu.caches.operands.KernelInputs`
     by_key: Any  # values by key [B or 1, nk, rows, bk] in main memory; None for none
     state: ItemState  # the online softmax so far
-    # transposed scores, float32 [chunk + 8, 256] each, see `attnops_tpu.caches.transposed`; else empty
+    # transposed scores, float32 [chunk + sublanes, 256] each, see `attnops_tpu.caches.transposed`; else empty
     scores: tuple[Any, ...]
     buffers: tuple[Any, ...]  # tiles of the sources [buffers, K, bk, d], and of scales [buffers, K, bk]
     by_key_buffer: Any  # tiles of ``by_key`` [buffers, rows, bk]
@@ -79,10 +76,11 @@ class CacheRefs(NamedTuple):
     def check(self, plan: CachePlan) -> None:
         """Assert the shapes of references."""
         K, R, rows = plan.K, plan.R, rows_by_key(plan)
+        state = (plan.rows_of_number, R) if plan.transposed else (R, LANES)
         assert self.query.shape == (1, K, R, plan.key_lanes)
         assert self.out.shape == (1, K, R, plan.value_lanes)
         assert self.lse is None or self.lse.shape == (1, K, *((1, R) if plan.transposed else (R, LANES)))
-        assert self.state.m.shape == self.state.l.shape == (K, *((_SUBLANES, R) if plan.transposed else (R, LANES)))
+        assert self.state.m.shape == self.state.l.shape == (K, *state)
         assert self.state.acc.shape == (K, *((plan.value_lanes, R) if plan.transposed else (R, plan.value_lanes)))
         assert all(x.shape[:3] == (plan.buffers, K, plan.bk) for x in self.buffers)
         assert len(self.buffers) == len(self.sources) == plan.sources
@@ -115,8 +113,9 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
         shape = (d, plan.R) if plan.transposed else (plan.R, d)
         return pltpu.VMEM((heads, *shape), jnp.float32 if dtype is None else dtype)
 
-    lanes = _SUBLANES if plan.transposed else LANES  # that have the same number
+    lanes = plan.rows_of_number if plan.transposed else LANES  # that have the same number
     lse = (1, plan.R) if plan.transposed else (plan.R, LANES)
+    scores = pltpu.VMEM((plan.chunk + plan.sublanes, SUB_ROWS), jnp.float32)
 
     return CacheRefs(
         schedule=ItemSchedule(*map(Prefetched, inputs.schedule)),
@@ -144,7 +143,7 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
             acc=state(plan.K, plan.value_lanes),
             by_row=() if plan.transposed else tuple(state(x.shape[1], LANES, x.dtype) for x in values.by_row),
         ),
-        scores=(pltpu.VMEM((plan.chunk + _SUBLANES, SUB_ROWS), jnp.float32),) * (LAG + 1) if plan.transposed else (),
+        scores=(scores,) * (LAG + 1) if plan.transposed else (),
         buffers=tuple(pltpu.VMEM((plan.buffers, plan.K, *_buffer(plan, x)), x.dtype) for x in inputs.sources),
         by_key_buffer=pltpu.VMEM((plan.buffers, rows, plan.bk), jnp.int32) if rows else None,
         pages=pltpu.SMEM((2 * plan.piece,), jnp.int32),
@@ -153,7 +152,7 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
         piece_arrived=pltpu.SemaphoreType.DMA((2,)),
         missing=MissingRefs(
             loaded=pltpu.SMEM((1, LANES), jnp.int32),
-            present=pltpu.VMEM((8, plan.bk), jnp.int32),
+            present=pltpu.VMEM((plan.sublanes, plan.bk), jnp.int32),
             arrived=pltpu.SemaphoreType.DMA((1,)),
         ) if plan.is_paged else None,
         written=None if new is None else pltpu.SemaphoreType.DMA((1,)),
@@ -163,7 +162,7 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
 def memory(plan: CachePlan, refs: CacheRefs) -> int:
     """Bytes of vector memory that the kernel may use: what it declares, scores that are spilled, and a margin."""
     scores = 16 * plan.R * min(plan.bk, 4 * plan.chunk)
-    return min(plan.vmem, math.ceil(1.1 * (needed(refs) + scores)) + (4 << 20))
+    return min(plan.vmem, math.ceil(1.1 * (needed(refs, plan.sublanes) + scores)) + (4 << 20))
 
 
 def _by_item(plan: CachePlan, x: Any, each: int = 1) -> Input:
@@ -183,9 +182,9 @@ def _buffer(plan: CachePlan, x: jax.Array) -> tuple[int, ...]:
     A transfer between different layouts costs the core a descriptor of strides. For 2-byte elements, vector memory of
     tpu7x has tiles of (16, 128), and main memory of (8, 128); arrays with 8 rows have the latter in both.
     """
-    is_wide = x.ndim == 4 and x.dtype.itemsize == 2 and x.shape[3] > LANES and plan.bk % _SUBLANES == 0
+    is_wide = x.ndim == 4 and x.dtype.itemsize == 2 and x.shape[3] > LANES and plan.bk % plan.sublanes == 0
     if is_wide and not plan.interpret:  # the interpreter has no transfers to a reshaped reference
-        return plan.bk // _SUBLANES, _SUBLANES, x.shape[3]
+        return plan.bk // plan.sublanes, plan.sublanes, x.shape[3]
     return (plan.bk, *x.shape[3:])
 
 

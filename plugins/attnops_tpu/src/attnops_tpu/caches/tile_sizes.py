@@ -176,7 +176,7 @@ def queries_a_tile(chip: Generation, block_q: int | None, T: int, heads: Heads) 
         bq = -(-T // (tiles * step)) * step
         if bq <= 2 * T:
             return bq, True
-    bq = min(T, block_q or max(_ROWS // G // 8, 1) * 8)
+    bq = min(T, block_q or max(_ROWS // G // chip.sublanes, 1) * chip.sublanes)
     return bq, least < G * bq and bq <= most and bq % step == 0
 
 
@@ -199,8 +199,9 @@ def packed_queries_a_tile(
     small = 2 if heads.interpret else min(max(_SMALL_ROWS // heads.G, 1), 8)
     if block_q is None and N - rows >= few and large >= 2 * SMALL_TILES * small:
         return small, large
-    most = max(_PACKED_ROWS // heads.G // 8, 1) * 8
-    bq = min(N, block_q or min(-(-N // (8 * rows)) * 8, most))
+    step = chip.sublanes
+    most = max(_PACKED_ROWS // heads.G // step, 1) * step
+    bq = min(N, block_q or min(-(-N // (step * rows)) * step, most))
     return min(bq, queries_a_tile(chip, block_q, bq, heads)[0]), None  # a call has one such tile
 
 
@@ -233,8 +234,8 @@ def choose(
     """
     (T, S), row, G, K, interpret = lengths, TABLE[generation.name], heads.G, heads.K, heads.interpret
     bq, transposed = queries_a_tile(generation, block_q, T, heads)
-    step = math.lcm(unit, 8 if transposed else 1) if interpret else math.lcm(unit, LANES)
-    rows = -(-G * bq // 8) * 8
+    step = math.lcm(unit, generation.sublanes if transposed else 1) if interpret else math.lcm(unit, LANES)
+    rows = -(-G * bq // generation.sublanes) * generation.sublanes
     chunk = max(_CHUNK // rows // LANES * LANES, _LEAST_CHUNK if rows <= LANES else LANES)
     tile = 2 * row.tile if row.buffers > 2 and unit * token_bytes <= _SMALL_UNIT else row.tile
     most = min(tile // token_bytes, _SCORES // (G * bq))

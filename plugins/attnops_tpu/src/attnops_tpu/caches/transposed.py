@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,6 @@ from attnops_tpu.flash.tile import LOG2E, by_sublane, plus, product
 if TYPE_CHECKING:
     from attnops.typing import Leaf
 
-# Scores are read at an offset of 0 that the compiler does not know: else it forwards stores to loads, and spills.
-_OFFSET: Final = 8
-SUBLANES: Final = 8
-
 
 class _Part(NamedTuple):
     """Some keys of a unit: their scores are one product."""
@@ -46,8 +42,8 @@ class _Unit(NamedTuple):
 
     parts: Sequence[_Part]
     buffer: int  # which of the buffers has its scores
-    m: jax.Array  # [8, rows], the largest score of each row so far, with this unit's
-    alpha: jax.Array  # [8, rows], the factor by which the state is rescaled to it
+    m: jax.Array  # [rows of a number, rows], the largest score of each row so far, with this unit's
+    alpha: jax.Array  # [rows of a number, rows], the factor by which the state is rescaled to it
 
 
 class _Once(dict[tuple[Any, ...], Any]):
@@ -91,27 +87,27 @@ class TransposedKernel(Kernel):
 
     def _step(self, parts: Sequence[_Part], buffer: int, done: collections.deque[_Unit], once: _Once) -> None:
         """Compute the scores of a unit, which is ``parts`` and may be none, and add the oldest that is ``done``."""
-        state, c = self.refs.state, self.plan.score_unit * LOG2E
+        state, c, of_number = self.refs.state, self.plan.score_unit * LOG2E, self.plan.rows_of_number
         before = done.popleft() if not parts or len(done) == LAG else None
         highest: jax.Array | None = None
         total: jax.Array | None = None
         for i in range(max(len(parts), 0 if before is None else len(before.parts))):
             is_added = before is not None and i < len(before.parts)
             if before is not None and is_added:
-                weights = jnp.exp2((by_sublane(SUBLANES, self._computed(before, i)) - before.m) * c)
+                weights = jnp.exp2((by_sublane(of_number, self._computed(before, i)) - before.m) * c)
                 total = plus(total, weights.sum(axis=0))
             if i < len(parts):
                 # The matrix unit works in program order: this product fills the time until the weights are there.
                 chunk, s = parts[i].chunk, self._scores_of(parts[i], once)
                 self.refs.scores[buffer][i * SUB_KEYS : i * SUB_KEYS + chunk.size, : chunk.rows] = s
-                most = by_sublane(SUBLANES, s).max(axis=0)
+                most = by_sublane(of_number, s).max(axis=0)
                 highest = most if highest is None else jnp.maximum(highest, most)
             if before is not None and is_added:
                 chunk = before.parts[i].chunk
                 added = self._added(before.parts[i], weights.reshape(chunk.size, chunk.rows), once)
                 acc = state.acc[chunk.head, :, chunk.at]
                 if i == 0:
-                    acc = (before.alpha * by_sublane(SUBLANES, acc)).reshape(acc.shape)
+                    acc = (before.alpha * by_sublane(of_number, acc)).reshape(acc.shape)
                 # Accumulated in memory: as a value it would occupy half of the registers.
                 state.acc[chunk.head, :, chunk.at] = acc + added
         if before is not None:
@@ -125,8 +121,10 @@ class TransposedKernel(Kernel):
             done.append(_Unit(parts, buffer, m, jnp.exp2((m_before - m) * c)))
 
     def _computed(self, unit: _Unit, part: int) -> jax.Array:
-        chunk, offset = unit.parts[part].chunk, self.stream.state.zero * _OFFSET
-        offset = (offset if self.plan.interpret else pl.multiple_of(offset, _OFFSET)) + part * SUB_KEYS
+        # At an offset of 0 that the compiler does not know: else it forwards stores to loads, and spills.
+        chunk, sublanes = unit.parts[part].chunk, self.plan.sublanes
+        offset = self.stream.state.zero * sublanes
+        offset = (offset if self.plan.interpret else pl.multiple_of(offset, sublanes)) + part * SUB_KEYS
         return self.refs.scores[unit.buffer][pl.ds(offset, chunk.size), : chunk.rows]
 
     def _scores_of(self, part: _Part, once: _Once) -> jax.Array:

@@ -80,7 +80,7 @@ class Writer:
     def _each_group(self, tile: Tile, buffer: jax.Array, do: Callable[[_Group], None]) -> None:
         """Call a function for each group of a tile that has new tokens."""
         for array, to in enumerate(self.refs.buffers):
-            slots = group_of(array >= self.plan.token_arrays, to.dtype.itemsize, self.plan.unit)
+            slots = group_of(array >= self.plan.token_arrays, to.dtype.itemsize, self.plan.unit, self.plan.sublanes)
             for turn in self._turns:
                 group = functools.partial(_Group, tile, buffer, array, slots, turn)
                 lax.fori_loop(*self._groups(tile, slots, turn), lambda i, _, group=group: do(group(i)), None)

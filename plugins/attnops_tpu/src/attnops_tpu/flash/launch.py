@@ -24,7 +24,7 @@ def launch(
     grid: tuple[jax.Array | int, ...], cost: pl.CostEstimate | None = None, sequential: bool = False, spilled: int = 0,
 ) -> Sequence[jax.Array]:  # fmt: skip
     """The results of a kernel, see `attnops_tpu.references.call_kernel` and `compiler_params`."""
-    params = compiler_params(plan, len(grid), needed(refs), sequential, spilled)
+    params = compiler_params(plan, len(grid), needed(refs, plan.sublanes), sequential, spilled)
     return call_kernel(kernel, refs, name, grid=grid, params=params, interpret=plan.interpret, cost=cost)
 
 

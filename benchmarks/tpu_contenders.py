@@ -22,9 +22,9 @@ from attnops_tpu.schedule import Regions
 HEADS: Final = 8
 SPLASH: Final = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
 TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"
-# Options of tokamax: the compiler's other scheduler (forward), parts of a causal mask's diagonal left out (forward), and
-# dq reduced in three parts (backward). After the scheduler may be the layouts of queries, keys and values: h if the head
-# dim is in the lanes, s if tokens are.
+# Options of tokamax: the compiler's other scheduler (forward), parts of a causal mask's diagonal left out (forward),
+# and dq reduced in three parts (backward). After the scheduler may be the layouts of queries, keys and values: h if the
+# head dim is in the lanes, s if tokens are.
 SCHEDULER: Final = "experimental scheduler"
 DIAGONAL: Final = "diag_skip, diag_grid=4"
 REDUCTION: Final = "dq_reduction_steps=3"
@@ -135,7 +135,8 @@ def tokamax(job: KernelJob) -> Callable[..., Any]:
     config = kernels.SplashConfig(
         block_q=q, block_kv=k, block_kv_compute=compute, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=compute,
         q_layout=of_q, k_layout=of_k, v_layout=of_v,
-        use_experimental_scheduler=job.option.startswith(SCHEDULER), dq_reduction_steps=3 if job.option == REDUCTION else None,
+        use_experimental_scheduler=job.option.startswith(SCHEDULER),
+        dq_reduction_steps=3 if job.option == REDUCTION else None,
         qk_diag_skip=job.option == DIAGONAL, sv_diag_skip=job.option == DIAGONAL, qk_diag_grid=4,
     )  # fmt: skip
     return _by_head(kernels.make_splash_mha_single_device(_peer_mask(masks, job), config=config), job.head_dim)

@@ -1,13 +1,13 @@
-"""flywheel-tpu's attention kernels (``pip install flywheel-tpu``, Python 3.12), and how often a problem runs each part of
-their code.
+"""flywheel-tpu's attention kernels (``pip install flywheel-tpu``, Python 3.12), and how often a problem runs each part
+of their code.
 
-A kernel has no grid: it loops over groups of heads, rows of tiles and the tiles of a row, so that the compiler's schedule
-has these loops at depths 1 to 3. A tile takes one of several bodies, in the order of the source: the one without masks; a
-body for each place of a tile that a static mask cuts, or one with all masks; and what ends a row. Each forward body
-contains a second one, which computes the tile again where scores would overflow with the first tile's maximum; it is counted
-as never run. How many tiles take which body follows from flywheel's own functions of its schedule. What is skipped before
-the bodies (loads of the row's tile) and after them (the row's end) is counted once a row, everything else in the loop
-for every tile.
+A kernel has no grid: it loops over groups of heads, rows of tiles and the tiles of a row, so that the compiler's
+schedule has these loops at depths 1 to 3. A tile takes one of several bodies, in the order of the source: the one
+without masks; a body for each place of a tile that a static mask cuts, or one with all masks; and what ends a row. Each
+forward body contains a second one, which computes the tile again where scores would overflow with the first tile's
+maximum; it is counted as never run. How many tiles take which body follows from flywheel's own functions of its
+schedule. What is skipped before the bodies (loads of the row's tile) and after them (the row's end) is counted once a
+row, everything else in the loop for every tile.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _tiles(blocks: Sequence[int], mask: str, T: int) -> Any:
 
 
 def function(blocks: Sequence[int], mask: str, heads: int, T: int, D: int, is_backward: bool) -> Callable[..., Any]:
-    """flywheel's attention of [1, T, H, D] arrays; flywheel's own layout is [1, H, T, D].
+    """Flywheel's attention of [1, T, H, D] arrays; flywheel's own layout is [1, H, T, D].
 
     Args:
         blocks: tiles of the pass, (queries, keys, queries at a time, keys at a time); empty for flywheel's own.
@@ -171,7 +171,9 @@ def bundles(outline: Outline, rows: int, tiles: int, runs: Sequence[float], fold
     outer = [x for x in in_loop if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in in_loop)]
     long = [x for x in outer if x[1] - x[0] >= _BODY]
     if len(long) != len(runs):
-        raise LookupError(f"flywheel's kernel has {len(long)} bodies, of {long}, but {len(runs)} are expected: it changed")
+        raise LookupError(
+            f"flywheel's kernel has {len(long)} bodies, of {long}, but {len(runs)} are expected: it changed"
+        )
     again = [x for x in in_loop if x not in outer and x[1] - x[0] >= _BODY]
 
     def size(x: tuple[int, int, int]) -> int:
@@ -186,8 +188,15 @@ def bundles(outline: Outline, rows: int, tiles: int, runs: Sequence[float], fold
     # The first region after the bodies ends a row; a later one is for tokens of no sequence.
     last = max((x[1] for x in long), default=others[-1][0])
     after = [x for x in others if x[0] >= last][:1]
-    a_row = sum(x[1] - x[0] for x in others if x[0] < last or x in after)
-    total = {"once": float(by_depth[0]), "steps": float(tiles * step), "rows": rows * (by_depth[2] + a_row) + by_depth[1]}
+    before = [x[1] - x[0] for x in others if x[0] < last]
+    # Of two regions of a size, the first starts transfers that no tile before has started: once a kernel.
+    before = [n for i, n in enumerate(before) if not any(abs(n - later) <= 3 for later in before[i + 1 :])]
+    a_row = sum(before) + sum(x[1] - x[0] for x in after)
+    total = {
+        "once": float(by_depth[0]),
+        "steps": float(tiles * step),
+        "rows": rows * (by_depth[2] + a_row) + by_depth[1],
+    }
     for i, (x, n) in enumerate(zip(long, runs, strict=True)):
         total["FULL" if i == 0 else f"PARTIAL {i}"] = n * size(x)
     return {part: n if part == "once" else n / fold for part, n in total.items()}

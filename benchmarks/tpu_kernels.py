@@ -2,8 +2,8 @@
 its bundles (instruction words) times the number of times that a problem runs it; and the bytes that the compiled
 program moves outside of its kernels.
 
-attnops-tpu is compared with tokamax's splash attention and flywheel-tpu's flash attention, each at the best of its block
-sizes and options, and with ``--only splash`` with JAX's ``splash_attention``::
+attnops-tpu is compared with tokamax's splash attention and flywheel-tpu's flash attention, each at the best of its
+block sizes and options, and with ``--only splash`` with JAX's ``splash_attention``::
 
     python benchmarks/tpu_kernels.py --generation v6e --problem 'causal 4k' --json out.json
 
@@ -18,9 +18,9 @@ Figures are thousands of bundles (cycles without stalls) per head. "outside" is 
 outside of kernels, forward and backward, from and to [B, T, H, D]. "code" is the bundles of the code of the forward
 and of the backward kernel, each once: a kernel of 55 thousand was 3.4 times slower on a v6e than one of 35 thousand.
 "end to end" is the sum of the bundles of all heads and of the cycles that these bytes need at the bandwidth of main
-memory; for a peer, with the backward candidate whose sum is smallest. "of peak" are the products of visible scores (four
-operations a score and feature forward, ten backward) as a share of the published peak. Needs Linux on x86, Python 3.12
-and ``pip install -r benchmarks/requirements-tpu.txt``.
+memory; for a peer, with the backward candidate whose sum is smallest. "of peak" are the products of visible scores
+(four operations a score and feature forward, ten backward) as a share of the published peak. Needs Linux on x86, Python
+3.12 and ``pip install -r benchmarks/requirements-tpu.txt``.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def code(result: dict[str, Any]) -> int:
 def finalists(
     results: Results, name: str, backward: bool, generation: str, head_dim: int, problem: str
 ) -> list[KernelJob]:
-    """The jobs that are compiled for the problem itself."""
+    """The jobs that are compiled for the problem itself, or estimated."""
     T, mask = PROBLEMS[problem]
     if name == "attnops-tpu":
         return [KernelJob(generation, name, backward, mask, T, head_dim)]
@@ -237,7 +237,9 @@ def finalists(
     return best[: FINALISTS[backward]]
 
 
-def measured(results: Results, name: str, generation: str, head_dim: int, problem: str) -> dict[str, Any]:
+def measured(
+    results: Results, name: str, generation: str, head_dim: int, problem: str, is_estimate: bool
+) -> dict[str, Any]:
     """A row of the table: a contender's best passes."""
     row: dict[str, Any] = {"generation": generation, "problem": problem, "head_dim": head_dim, "name": name}
     passes: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
@@ -245,14 +247,16 @@ def measured(results: Results, name: str, generation: str, head_dim: int, proble
     for backward in (False, True):
         key = "backward" if backward else "forward"
         for job in finalists(results, name, backward, generation, head_dim, problem):
-            result = results.get(job)
+            # Estimated bytes are those of the screened problem, for so many tokens.
+            screened = is_estimate and mask in {"tokamax": ("causal", "full"), "flywheel": ("causal",)}.get(name, ())
+            result = results.get(job._replace(T=SCREENED[0], mask=SCREENED[1]) if screened else job)
             if "error" in result:
                 continue
-            parts = bundles(job, result)
+            parts, times = bundles(job, result), T / SCREENED[0] if screened else 1
             passes[backward].append({
                 "blocks": job.blocks, "option": job.option, "bundles": sum(parts.values()), "parts": parts,
-                "padding": parts["padding"] / sum(parts.values()), "outside": result["outside"],
-                "temporaries": result["temporaries"], "code": code(result),
+                "padding": parts["padding"] / sum(parts.values()), "outside": times * result["outside"],
+                "temporaries": times * result["temporaries"], "code": code(result),
             })  # fmt: skip
         if passes[backward]:
             row[key] = best = min(passes[backward], key=lambda each: each["bundles"])
@@ -304,6 +308,9 @@ def main(
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated.")] = None,
     only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CONTENDERS)}; may be repeated.")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Keeps each result; a later run continues it.")] = None,
+    is_estimate: Annotated[
+        bool, typer.Option("--estimate", help="Peers' causal kernels are compiled for 4,096 tokens only.")
+    ] = False,
 ) -> None:
     """Add up whole attention kernels on TPUs, with no TPU."""
     for name, given, known in (("--generation", generation, TOPOLOGIES), ("--problem", problem, PROBLEMS),
@@ -317,7 +324,7 @@ def main(
         for D in head_dim or [128]:
             for case in problem or list(PROBLEMS):
                 names = ["attnops-tpu"] if PROBLEMS[case][1] in (*BATCH, "blocks") else only or DEFAULT
-                compared = [measured(results, name, each, D, case) for name in names]
+                compared = [measured(results, name, each, D, case, is_estimate) for name in names]
                 console.print(table(compared))
                 rows += compared
     console.print(table(rows))

@@ -3,16 +3,16 @@ TPU::
 
     python benchmarks/tpu_model.py --json out.json
 
-Each of `POINTS` is a time that the authors of a kernel publish, for a shape and tiles that the compiler compiles here too.
-Its static time is the bundles of the kernel at the clock, with which the published peak is reached, and the bytes that
-the program moves outside of the kernel at the published bandwidth. A decoding kernel takes the larger of its bundles and
-its bytes. One factor for each generation and each of the two limits is fitted, the median of the published times over the
-static ones; "error" is the published time over the static one times the factor. The last table has attnops-tpu's times
-with that factor, and the range of the errors.
+Each of `POINTS` is a time that the authors of a kernel publish, for a shape and tiles that the compiler compiles here
+too. Its static time is the bundles of the kernel at the clock, with which the published peak is reached, and the bytes
+that the program moves outside of the kernel at the published bandwidth. A decoding kernel takes the larger of its
+bundles and its bytes. One factor for each generation and each of the two limits is fitted, the median of the published
+times over the static ones; "error" is the published time over the static one times the factor. The last table has
+attnops-tpu's times with that factor, and the range of the errors.
 
-A kernel is compiled once for each tile and adds up for every length and mask; results are kept in the file of ``--json``,
-which may be that of `tpu_kernels.py`. Versions differ: flywheel's tables are of libtpu 0.0.44, tokamax's of versions that
-they don't tell. Needs what `tpu_kernels.py` needs.
+A kernel is compiled once for each tile and adds up for every length and mask; results are kept in the file of
+``--json``, which may be that of `tpu_kernels.py`. Versions differ: flywheel's tables are of libtpu 0.0.44, tokamax's of
+versions that they don't tell. Needs what `tpu_kernels.py` needs.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Point(NamedTuple):
         kv_heads: kv heads of all sequences.
         head_dim: D.
         blocks: tiles.
-        option: tokamax's options, and the layouts of queries, keys and values: h if the head dim is in the lanes, s if tokens
-            are.
+        option: tokamax's options, and the layouts of queries, keys and values: h if the head dim is in the lanes, s if
+            tokens are.
         ms: the time.
         is_whole: whether the time includes the transposition of [B, T, H, D] arrays.
         backward: which pass.
@@ -75,7 +75,9 @@ class Point(NamedTuple):
     def job(self) -> KernelJob:
         """What is compiled: the same kernel for every length and mask."""
         T = max(4096, 2 * self.blocks[0])
-        return KernelJob(self.generation, self.name, self.backward, "causal", T, self.head_dim, self.blocks, self.option)
+        return KernelJob(
+            self.generation, self.name, self.backward, "causal", T, self.head_dim, self.blocks, self.option
+        )
 
 
 def tera(rate: float, T: int, D: int) -> float:
@@ -86,7 +88,10 @@ def tera(rate: float, T: int, D: int) -> float:
 def points() -> Iterator[Point]:
     large, small = (2048, 2048, 512), (1024, 1024, 512)
     shh, hsh, hhh = (f"{SCHEDULER} {layout}" for layout in ("shh", "hsh", "hhh"))
-    for D, times in ((128, (3.981, 2.431, 6.657, 3.553, 2.012, 1.576)), (256, (2.333, 1.501, 3.752, 2.097, 1.265, 1.039))):
+    for D, times in (
+        (128, (3.981, 2.431, 6.657, 3.553, 2.012, 1.576)),
+        (256, (2.333, 1.501, 3.752, 2.097, 1.265, 1.039)),
+    ):
         heads = 2048 // D
         cases = (("causal", 16384, large), ("causal", 8192, large), ("full", 16384, large), ("full", 8192, large),
                  ("full", 4096, large), ("causal", 4096, small))  # fmt: skip
@@ -161,7 +166,9 @@ def static_ms(point: Point, result: dict[str, Any]) -> tuple[float, float]:
 
 
 def main(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Keeps each result; a later run continues it.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Keeps each result; a later run continues it.")
+    ] = None,
     generation: Annotated[list[str], typer.Option()] = ["v6e", "tpu7x"],  # noqa: B006
 ) -> None:
     """Compare static counts with published times, and predict attnops-tpu's."""
@@ -183,18 +190,21 @@ def main(
         factors[each] = statistics.median(ratios)
         errors[each] = [ratio / factors[each] for ratio in ratios]
         for (point, kernel, outside), ratio in zip(lines, ratios, strict=True):
-            case = f"{'backward' if point.backward else 'forward'} {point.mask} {point.T >> 10}k, {point.heads} × {point.head_dim}"
-            tiles = " × ".join(map(str, point.blocks)) + (" " + point.option[-3:] if point.option.startswith(SCHEDULER) else "")
+            one_way = "backward" if point.backward else "forward"
+            case = f"{one_way} {point.mask} {point.T >> 10}k, {point.heads} × {point.head_dim}"
+            layouts = f" {point.option[-3:]}" if point.option.startswith(SCHEDULER) else ""
+            tiles = " × ".join(map(str, point.blocks)) + layouts
             shown.add_row(each, point.name, case, tiles, f"{kernel:.3f}", f"{outside:.3f}", f"{point.ms:.3f}",
                           f"{ratio:.2f}", f"{ratio / factors[each]:.2f}", point.source)  # fmt: skip
     for line in DECODING if "tpu7x" in generation else ():
         cycles = line.rows * CONTEXT * 2 * line.kv_heads * 256 * 2 / BYTES_A_CYCLE["tpu7x"]
         static = cycles / CLOCK["tpu7x"] / 1e6
-        shown.add_row("tpu7x", "", line.case, "", "", f"{static:.3f}", f"{line.ms:.3f}", f"{line.ms / static:.2f}", "", line.source)
+        times = f"{static:.3f}", f"{line.ms:.3f}", f"{line.ms / static:.2f}"
+        shown.add_row("tpu7x", "", line.case, "", "", *times, "", line.source)
     console.print(shown)
     ours = Table("TPU", "problem", "pass", "static ms", "model ms", "range", title="attnops-tpu, 8 heads of 128")
     for each in generation:
-        for problem in ("causal 4k", "causal 8k", "causal 32k", "full 4k"):
+        for problem in ("causal 4k", "causal 8k"):
             T, mask = PROBLEMS[problem]
             for backward in (False, True):
                 job = KernelJob(each, "attnops-tpu", backward, mask, T, 128)

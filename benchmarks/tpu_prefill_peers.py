@@ -1,15 +1,16 @@
 """Kernels of other libraries for a prompt over pages, which `tpu_prefill.py` counts: ``ragged_paged_attention`` v3 of
-tpu-inference (its kernel for mixed batches), flywheel-tpu's paged kernel and tokamax's ``batched_rpa``, each with its own
-choice of tiles. See `tpu_decode_peers` for what they need.
+tpu-inference (its kernel for mixed batches), flywheel-tpu's paged kernel and tokamax's ``batched_rpa``, each with its
+own choice of tiles. See `tpu_decode_peers` for what they need.
 
-All parts of a kernel are added up for the row with the prompt. RPA v3 loops over tiles of queries, blocks of keys and parts
-of these, at depths 2 to 4 (1 is its grid), and masks all parts. flywheel's loops are those of `tpu_flywheel`; its masked
-body, which skips what no query of a tile sees, is counted in full. ``batched_rpa`` has one step for each tile of queries
-and block of keys.
+All parts of a kernel are added up for the row with the prompt. RPA v3 loops over tiles of queries, blocks of keys and
+parts of these, at depths 2 to 4 (1 is its grid), and masks all parts. flywheel's loops are those of `tpu_flywheel`; its
+masked body, which skips what no query of a tile sees, is counted in full. ``batched_rpa`` has one step for each tile of
+queries and block of keys.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import tpu_flywheel
-from tpu_decode_peers import PeerCase, arrays, peer_loop, rpa_v3_module
+from tpu_decode_peers import arrays, peer_loop, rpa_v3_module
 
 from attnops_tpu.aot import compile_for
 from attnops_tpu.schedule import Schedule, measure
@@ -90,8 +91,12 @@ def _flywheel(generation: str, queries: int) -> tuple[Callable[..., Any], tuple[
         return flash_attn_with_kvcache(q, pages, None, k, v, cache_seqlens=lengths, block_table=table, causal=True)
 
     new = floats(1, queries, KV_HEADS, HEAD_DIM)
-    arguments = floats(1, queries, HEADS, HEAD_DIM), new, new, floats(M, PAGE, 2 * KV_HEADS, HEAD_DIM), ints(1), ints(1, M)
-    return run, arguments, Tile(tiles.block_q, tiles.block_kv, tiles.block_kv_compute)
+    query, pages = floats(1, queries, HEADS, HEAD_DIM), floats(M, PAGE, 2 * KV_HEADS, HEAD_DIM)
+    return (
+        run,
+        (query, new, new, pages, ints(1), ints(1, M)),
+        Tile(tiles.block_q, tiles.block_kv, tiles.block_kv_compute),
+    )
 
 
 def _batched(generation: str, queries: int) -> tuple[Callable[..., Any], tuple[Any, ...], Tile]:
@@ -156,11 +161,16 @@ def _batched_bundles(schedule: Schedule, tile: Tile, blocks: list[tuple[int, int
 COUNTS: Final = {"RPA v3": _rpa_v3_bundles, "flywheel": _flywheel_bundles, "batched_rpa": _batched_bundles}
 
 
-def prompt(name: str, generation: str, queries: int, context: int) -> Prompt:
-    """The kernel of a library for a prompt at the end of so many tokens."""
+@functools.cache
+def _compiled(name: str, generation: str, queries: int) -> tuple[Schedule, Tile]:
     part, _ = PEERS[name]
     schedule, printed = measure([str(Path(__file__).resolve()), json.dumps([name, generation, queries])], part)
-    tile = Tile(*json.loads(printed.strip().splitlines()[-1]))
+    return schedule, Tile(*json.loads(printed.strip().splitlines()[-1]))
+
+
+def prompt(name: str, generation: str, queries: int, context: int) -> Prompt:
+    """The kernel of a library for a prompt at the end of so many tokens."""
+    schedule, tile = _compiled(name, generation, queries)
     ends = [min(first + tile.bq, context) for first in range(context - queries, context, tile.bq)]
     blocks = [(-(-end // tile.bk), -(-end // tile.keys)) for end in ends]
     whole, block = COUNTS[name](schedule, tile, blocks)

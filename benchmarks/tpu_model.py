@@ -155,12 +155,14 @@ def static_ms(point: Point, result: dict[str, Any]) -> tuple[float, float]:
     """The milliseconds of a point's kernel and of what its program moves outside of it."""
     job = point.job._replace(T=point.T, mask=point.mask)
     kernel = point.heads * sum(bundles(job, result).values())
+    elements = [n * point.T * point.head_dim for n in (point.heads, point.kv_heads, point.kv_heads)]
     if point.is_whole:
         outside = result["outside"] * point.heads * point.T / (HEADS * point.job.T)
+    elif point.backward:  # three parts of dq are cleared and added up, dk and dv of a group too, and outputs are read
+        outside = elements[0] * (3 * 2 + 3 * 2 + 2 + 2 * 2 + 2 * 2)
     else:  # transposed operands are read and written
-        heads = (point.heads, point.kv_heads, point.kv_heads)
         layouts = point.option[-3:] if point.option.startswith(SCHEDULER) else "hhh"
-        outside = sum(2 * 2 * n * point.T * point.head_dim for n, x in zip(heads, layouts, strict=True) if x == "s")
+        outside = sum(2 * 2 * n for n, x in zip(elements, layouts, strict=True) if x == "s")
     hertz = CLOCK[point.generation] * 1e6
     return kernel / hertz, outside / BYTES_A_CYCLE[point.generation] / hertz
 

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from tpu_contenders import DIAGONAL, HEADS, REDUCTION, SCHEDULER, KernelJob
 from tpu_kernels import BYTES_A_CYCLE, PROBLEMS, Results, bundles
+from tpu_prefill_peers import Shape, prompt
 
 # GHz at which the matrix units reach the published peak.
 CLOCK: Final = {"v6e": 1.75, "tpu7x": 2.2}
@@ -120,6 +121,31 @@ def points() -> Iterator[Point]:
         yield Point(FLYWHEEL, "tpu7x", "tokamax", "causal", T, 32, 32, 256, large, option, tera(rate, T, 256))
 
 
+class Pages(NamedTuple):
+    """A published time of RPA v3 for one prompt over pages.
+
+    Attributes:
+        source: where it is published.
+        generation: the TPU.
+        T: tokens, all of them new.
+        shape: the heads and tiles.
+        ms: the time.
+    """
+
+    source: str
+    generation: str
+    T: int
+    shape: Shape
+    ms: float
+
+
+def prompts() -> Iterator[Pages]:
+    for T, rate in ((4096, 177), (8192, 187), (16384, 189)):
+        yield Pages(FLYWHEEL, "tpu7x", T, Shape(32, 32, 256, (128, 256, 128, 256)), tera(rate, T, 256))
+    for T, rate in ((4096, 416), (16384, 465)):
+        yield Pages(FLYWHEEL, "tpu7x", T, Shape(32, 4, 256, (256, 1024, 256, 512)), tera(rate, T, 256))
+
+
 class Memory(NamedTuple):
     """A published time of a decoding kernel, whose static bundles are fewer than the cycles of its bytes.
 
@@ -198,6 +224,13 @@ def main(
             tiles = " × ".join(map(str, point.blocks)) + layouts
             shown.add_row(each, point.name, case, tiles, f"{kernel:.3f}", f"{outside:.3f}", f"{point.ms:.3f}",
                           f"{ratio:.2f}", f"{ratio / factors[each]:.2f}", point.source)  # fmt: skip
+    for page in (x for x in prompts() if x.generation in generation):
+        static = prompt("RPA v3", page.generation, page.T, page.T, page.shape, compiled=4096).bundles
+        ratio = page.ms / (static / CLOCK[page.generation] / 1e6)
+        case = f"forward causal {page.T >> 10}k, {page.shape.heads}:{page.shape.kv_heads} × {page.shape.head_dim}"
+        shown.add_row(page.generation, "RPA v3", case, " × ".join(map(str, page.shape.sizes)),
+                      f"{static / CLOCK[page.generation] / 1e6:.3f}", "", f"{page.ms:.3f}", f"{ratio:.2f}",
+                      f"{ratio / factors[page.generation]:.2f}", page.source)  # fmt: skip
     for line in DECODING if "tpu7x" in generation else ():
         cycles = line.rows * CONTEXT * 2 * line.kv_heads * 256 * 2 / BYTES_A_CYCLE["tpu7x"]
         static = cycles / CLOCK["tpu7x"] / 1e6
@@ -206,7 +239,7 @@ def main(
     console.print(shown)
     ours = Table("TPU", "problem", "pass", "static ms", "model ms", "range", title="attnops-tpu, 8 heads of 128")
     for each in generation:
-        for problem in ("causal 4k", "causal 8k"):
+        for problem in ("causal 4k",):
             T, mask = PROBLEMS[problem]
             for backward in (False, True):
                 job = KernelJob(each, "attnops-tpu", backward, mask, T, 128)

@@ -83,7 +83,8 @@ BLOCKS: Final = {
     False: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 2048, 512), (512, 1024, 512)),
     True: ((1024, 1024, 512), (1024, 1024, 1024), (1024, 2048, 512), (2048, 1024, 1024), (512, 1024, 512)),
 }
-# Block sizes and options that tokamax's own tables, which were measured on v6e and tpu7x, have for D 128.
+# Block sizes, options and layouts that tokamax's own tables, which were measured on v6e and tpu7x, have for D 128.
+LAYOUTS: Final = {"v6e": " shh", "tpu7x": " hsh"}
 TOKAMAX: Final = {
     False: (((1024, 1024, 1024), DIAGONAL), ((1024, 1024, 512), SCHEDULER), ((2048, 2048, 512), SCHEDULER)),
     True: (((1024, 1024, 1024), REDUCTION), ((2048, 2048, 512), REDUCTION)),
@@ -110,7 +111,8 @@ def candidates(name: str, backward: bool, generation: str, head_dim: int, T: int
             yield KernelJob(generation, name, backward, mask, T, head_dim, tiles)
         return
     for blocks, option in TOKAMAX[backward] if name == "tokamax" else ((each, "") for each in BLOCKS[backward]):
-        yield KernelJob(generation, name, backward, mask, T, head_dim, blocks, option)
+        layouts = LAYOUTS.get(generation, "") if option == SCHEDULER else ""
+        yield KernelJob(generation, name, backward, mask, T, head_dim, blocks, option + layouts)
 
 
 class Results:

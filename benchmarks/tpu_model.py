@@ -3,12 +3,13 @@ TPU::
 
     python benchmarks/tpu_model.py --json out.json
 
-Each of `POINTS` is a time that the authors of a kernel publish, for a shape and tiles that the compiler compiles here
-too. Its static time is the bundles of the kernel at the clock, with which the published peak is reached, and the bytes
-that the program moves outside of the kernel at the published bandwidth. A decoding kernel takes the larger of its
-bundles and its bytes. One factor for each generation and each of the two limits is fitted, the median of the published
-times over the static ones; "error" is the published time over the static one times the factor. The last table has
-attnops-tpu's times with that factor, and the range of the errors.
+Each of `points` is a time that the authors of a kernel publish, for a shape and tiles that are compiled here too. Its
+static time is that of the kernel's bundles, at the clock at which the matrix units reach the published peak, and that
+of the bytes that the program moves outside of the kernel, at the published bandwidth. Inside, tiles of keys and values
+are read while others are computed, and need less time than these. The model has one constant for each generation, the
+median of the published times over the static ones; "error" is a published time over that of the model. Lines of
+decoding kernels have the time of their bytes, which is longer than that of their bundles, and no constant. The last
+table has attnops-tpu's times by the model, and their range by its errors.
 
 A kernel is compiled once for each tile and adds up for every length and mask; results are kept in the file of
 ``--json``, which may be that of `tpu_kernels.py`. Versions differ: flywheel's tables are of libtpu 0.0.44, tokamax's of
@@ -200,11 +201,11 @@ def main(
     generation: Annotated[list[str], typer.Option()] = ["v6e", "tpu7x"],  # noqa: B006
 ) -> None:
     """Compare static counts with published times, and predict attnops-tpu's."""
-    results, console = Results(json_file), Console(width=170)
-    shown = Table(title="Milliseconds: static, published, and the published time over that of the model")
-    for column in ("TPU", "kernel", "case", "tiles", "kernel, static", "outside", "published", "published / static",
-                   "error", "source"):  # fmt: skip
-        shown.add_column(column, no_wrap=True)
+    results, console = Results(json_file), Console(width=150)
+    sources = {source: str(i + 1) for i, source in enumerate((OPERATION, SPLASH, GRADIENT, FLYWHEEL, SERVING))}
+    title = "Milliseconds; ratio: published over static; error: published over static times the factor"
+    columns = "TPU", "kernel", "case", "tiles", "static", "outside", "published", "ratio", "error", "source"
+    shown = Table(*columns, title=title)
     factors, errors = {}, {}
     for each in generation:
         lines = []
@@ -223,20 +224,22 @@ def main(
             layouts = f" {point.option[-3:]}" if point.option.startswith(SCHEDULER) else ""
             tiles = " × ".join(map(str, point.blocks)) + layouts
             shown.add_row(each, point.name, case, tiles, f"{kernel:.3f}", f"{outside:.3f}", f"{point.ms:.3f}",
-                          f"{ratio:.2f}", f"{ratio / factors[each]:.2f}", point.source)  # fmt: skip
+                          f"{ratio:.2f}", f"{ratio / factors[each]:.2f}", sources[point.source])  # fmt: skip
     for page in (x for x in prompts() if x.generation in generation):
         static = prompt("RPA v3", page.generation, page.T, page.T, page.shape, compiled=4096).bundles
         ratio = page.ms / (static / CLOCK[page.generation] / 1e6)
         case = f"forward causal {page.T >> 10}k, {page.shape.heads}:{page.shape.kv_heads} × {page.shape.head_dim}"
         shown.add_row(page.generation, "RPA v3", case, " × ".join(map(str, page.shape.sizes)),
                       f"{static / CLOCK[page.generation] / 1e6:.3f}", "", f"{page.ms:.3f}", f"{ratio:.2f}",
-                      f"{ratio / factors[page.generation]:.2f}", page.source)  # fmt: skip
+                      f"{ratio / factors[page.generation]:.2f}", sources[page.source])  # fmt: skip
     for line in DECODING if "tpu7x" in generation else ():
         cycles = line.rows * CONTEXT * 2 * line.kv_heads * 256 * 2 / BYTES_A_CYCLE["tpu7x"]
         static = cycles / CLOCK["tpu7x"] / 1e6
         times = f"{static:.3f}", f"{line.ms:.3f}", f"{line.ms / static:.2f}"
-        shown.add_row("tpu7x", "", line.case, "", "", *times, "", line.source)
+        shown.add_row("tpu7x", "", line.case, "", "", *times, "", sources[line.source])
     console.print(shown)
+    for source, number in sources.items():
+        print(f"{number}: {source}")
     ours = Table("TPU", "problem", "pass", "static ms", "model ms", "range", title="attnops-tpu, 8 heads of 128")
     for each in generation:
         for problem in ("causal 4k",):

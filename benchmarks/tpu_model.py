@@ -179,17 +179,17 @@ DECODING: Final = (
 
 
 def static_ms(point: Point, result: dict[str, Any]) -> tuple[float, float]:
-    """The milliseconds of a point's kernel and of what its program moves outside of it."""
+    """The milliseconds of a point's kernel and of what its program moves outside of it, arrays larger than VMEM."""
     job = point.job._replace(T=point.T, mask=point.mask)
     kernel = point.heads * sum(bundles(job, result).values())
-    elements = [n * point.T * point.head_dim for n in (point.heads, point.kv_heads, point.kv_heads)]
-    if point.is_whole:
-        outside = result["outside"] * point.heads * point.T / (HEADS * point.job.T)
-    elif point.backward:  # three parts of dq are cleared and added up, dk and dv of a group too, and outputs are read
-        outside = elements[0] * (3 * 2 + 3 * 2 + 2 + 2 * 2 + 2 * 2)
-    else:  # transposed operands are read and written
-        layouts = point.option[-3:] if point.option.startswith(SCHEDULER) else "hhh"
-        outside = sum(2 * 2 * n for n, x in zip(elements, layouts, strict=True) if x == "s")
+    q, k, v = (2 * n * point.T * point.head_dim for n in (point.heads, point.kv_heads, point.kv_heads))
+    # Arrays are read and written: transposed heads of operands and the output, and operands whose tokens are in the
+    # lanes.
+    outside = 2 * (2 * q + k + v) if point.is_whole else 0
+    layouts = point.option[-3:] if point.option.startswith(SCHEDULER) else "hhh"
+    outside += sum(2 * n for n, layout in zip((q, k, v), layouts, strict=True) if layout == "s")
+    if point.backward:  # three parts of dq are cleared and added up, dk and dv of a group too, and outputs are read
+        outside += q * (3 + 3 + 1 + 2 + 2)
     hertz = CLOCK[point.generation] * 1e6
     return kernel / hertz, outside / BYTES_A_CYCLE[point.generation] / hertz
 
@@ -203,7 +203,7 @@ def main(
     """Compare static counts with published times, and predict attnops-tpu's."""
     results, console = Results(json_file), Console(width=150)
     sources = {source: str(i + 1) for i, source in enumerate((OPERATION, SPLASH, GRADIENT, FLYWHEEL, SERVING))}
-    title = "Milliseconds; ratio: published over static; error: published over static times the factor"
+    title = "Milliseconds; ratio: published over static; error: published over the model's"
     columns = "TPU", "kernel", "case", "tiles", "static", "outside", "published", "ratio", "error", "source"
     shown = Table(*columns, title=title)
     factors, errors = {}, {}
@@ -215,16 +215,15 @@ def main(
                 print(f"{point}: {result['error']}", file=sys.stderr)
                 continue
             lines.append((point, *static_ms(point, result)))
-        ratios = [point.ms / (kernel + outside) for point, kernel, outside in lines]
-        factors[each] = statistics.median(ratios)
-        errors[each] = [ratio / factors[each] for ratio in ratios]
-        for (point, kernel, outside), ratio in zip(lines, ratios, strict=True):
+        factors[each] = factor = statistics.median((point.ms - outside) / kernel for point, kernel, outside in lines)
+        errors[each] = [point.ms / (factor * kernel + outside) for point, kernel, outside in lines]
+        for (point, kernel, outside), error in zip(lines, errors[each], strict=True):
             one_way = "backward" if point.backward else "forward"
             case = f"{one_way} {point.mask} {point.T >> 10}k, {point.heads} × {point.head_dim}"
             layouts = f" {point.option[-3:]}" if point.option.startswith(SCHEDULER) else ""
             tiles = " × ".join(map(str, point.blocks)) + layouts
             shown.add_row(each, point.name, case, tiles, f"{kernel:.3f}", f"{outside:.3f}", f"{point.ms:.3f}",
-                          f"{ratio:.2f}", f"{ratio / factors[each]:.2f}", sources[point.source])  # fmt: skip
+                          f"{point.ms / (kernel + outside):.2f}", f"{error:.2f}", sources[point.source])  # fmt: skip
     for page in (x for x in prompts() if x.generation in generation):
         static = prompt("RPA v3", page.generation, page.T, page.T, page.shape, compiled=4096).bundles
         ratio = page.ms / (static / CLOCK[page.generation] / 1e6)

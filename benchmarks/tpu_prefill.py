@@ -1,15 +1,18 @@
 """The static schedule of the TPU kernel over caches for prompts and for mixed batches, without a TPU, over pages::
 
     python benchmarks/tpu_prefill.py                                   # bundles for 512 × 512 scores
+    python benchmarks/tpu_prefill.py --page 128 --length 8192 --peers  # other libraries' kernels too
     python benchmarks/tpu_prefill.py --generation v6e --page 128 --queries 512 --codec int8
     python benchmarks/tpu_prefill.py --mixed                           # whole batches
 
 Bundles are counted as in `tpu_decode.py`: "bundles" is the loop over unmasked tiles of keys, with the issue of
-transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of 4,096 tokens, with its
-masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read.
+transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of ``--length`` tokens,
+with its masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read; "of
+peak" the products of visible scores as a share of the published peak.
 
 A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
-as many tokens, new tokens included. Its kernels are added up item by item. "with memory" takes for each kernel the
+as many tokens, or of its own, new tokens included. Peers decode and prefill in two kernels, of `tpu_decode_peers` and
+`tpu_prefill_peers`. Its kernels are added up item by item. "with memory" takes for each kernel the
 larger of its bundles and of the cycles that its keys and values need; "outside" are the cycles of what the program
 moves outside of the kernels, such as gathered queries, without the writes of a prompt's tokens. Needs Linux on x86 and
 ``pip install attnops-tpu[aot] rich typer``.
@@ -20,12 +23,15 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from tpu_decode import BYTES, KERNEL, loop, print_lines
-from tpu_kernels import run
+from tpu_decode_peers import PeerCase, bundles_a_byte
+from tpu_kernels import PEAK, run
+from tpu_prefill_peers import PEERS, Prompt, Tile, prompt
 
 from attnops_tpu.aot import devices
 from attnops_tpu.schedule import measure
@@ -34,7 +40,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTH: Final = 4096
 SLOTS: Final = 1 << 15  # of the cache, which is larger than vector memory
 # Decoding rows, and queries of the prompt.
-MIXED: Final = ((31, 512), (255, 2048))
+MIXED: Final = ((31, 512), (255, 2048), (8, 8192))
 
 
 class Batch(NamedTuple):
@@ -72,18 +78,18 @@ class Parts(NamedTuple):
     masked: float
     outside: float
 
-    def bundles(self, queries: int) -> float:
-        """The bundles of the items of a row with so many queries at the end of `LENGTH` tokens."""
+    def bundles(self, queries: int, length: int = LENGTH) -> float:
+        """The bundles of the items of a row with so many queries at the end of so many tokens."""
         total = 0.0
-        for first in range(LENGTH - queries, LENGTH, self.bq):
-            last = min(first + self.bq, LENGTH)
+        for first in range(length - queries, length, self.bq):
+            last = min(first + self.bq, length)
             full = (first + 1) // self.bk
             total += self.outside + full * self.plain + -(-(last - full * self.bk) // self.chunk) * self.masked
         return total
 
-    def keys(self, queries: int) -> int:
+    def keys(self, queries: int, length: int = LENGTH) -> int:
         """The tokens that these items read."""
-        return sum(min(first + self.bq, LENGTH) for first in range(LENGTH - queries, LENGTH, self.bq))
+        return sum(min(first + self.bq, length) for first in range(length - queries, length, self.bq))
 
 
 def child(batch: Batch, generation: str) -> None:
@@ -168,46 +174,68 @@ def measured(batch: Batch, generation: str) -> tuple[list[Parts], float]:
     return result, told["outside"]
 
 
-def prefill(batch: Batch, generation: str) -> dict[str, Any]:
-    """A line of the table of prompts."""
+def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool) -> Iterator[dict[str, Any]]:
+    """Lines of the table of prompts."""
     ((parts,), _) = measured(batch, generation)
-    visible = batch.queries * (LENGTH - batch.queries) + batch.queries * (batch.queries + 1) / 2
-    return {
-        "TPU": generation, **batch._asdict(), "tile": f"{parts.bq} × {parts.bk}",
-        "bundles": parts.plain * 512**2 / (HEADS * parts.bq * parts.bk),
-        "whole": parts.bundles(batch.queries) * 512**2 / (HEADS * visible), "reads": parts.keys(batch.queries) / LENGTH,
-    }  # fmt: skip
+    n = batch.queries
+    for length in (x for x in lengths if x >= n):
+        tile = Tile(parts.bq, parts.bk, parts.chunk)
+        steady = parts.plain * 512**2 / (HEADS * parts.bq * parts.bk)
+        kernels = {"attnops-tpu": Prompt(tile, parts.bundles(n, length), parts.keys(n, length), steady)}
+        if with_peers and not batch.codec:
+            kernels |= {name: prompt(name, generation, n, length) for name in PEERS}
+        visible = HEADS * (n * (length - n) + n * (n + 1) / 2)
+        for name, x in kernels.items():
+            yield {
+                "TPU": generation, **batch._asdict(), "length": length, "kernel": name,
+                "tile": f"{x.tile.bq} × {x.tile.bk}", "bundles": x.steady, "whole": x.bundles * 512**2 / visible,
+                "of peak": 4 * HEAD_DIM * visible / x.bundles / PEAK[generation], "reads": x.reads / length,
+                "ours": kernels["attnops-tpu"].bundles / x.bundles,
+            }  # fmt: skip
 
 
-def mixed(batch: Batch, generation: str) -> dict[str, Any]:
-    """A line of the table of mixed batches, in thousands of bundles or cycles."""
+def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str, Any]]:
+    """Lines of the table of mixed batches, in thousands of bundles or cycles."""
     kernels, outside = measured(batch, generation)
     a_token = (1 if batch.codec else 2) * 2 * KV_HEADS * HEAD_DIM / BYTES[generation]
-    rows = [(batch.decoding, 1), (1, batch.queries)]
+    rows = [(batch.decoding, 1, LENGTH), (1, batch.queries, max(LENGTH, batch.queries))]
     by_kernel = [[row] for row in rows] if len(kernels) > 1 else [rows]
-    bundles = [sum(n * x.bundles(q) for n, q in given) for x, given in zip(kernels, by_kernel, strict=True)]
-    memory = [sum(n * x.keys(q) * a_token for n, q in given) for x, given in zip(kernels, by_kernel, strict=True)]
-    with_memory = sum(max(each) for each in zip(bundles, memory, strict=True))
-    return {
-        "TPU": generation, **batch._asdict(), "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in kernels),
-        "bundles": sum(bundles) / 1e3, "memory": sum(memory) / 1e3, "outside": outside / BYTES[generation] / 1e3,
-        "with memory": with_memory / 1e3,
-    }  # fmt: skip
+    bundles = [sum(n * x.bundles(*q) for n, *q in given) for x, given in zip(kernels, by_kernel, strict=True)]
+    memory = [sum(n * x.keys(*q) * a_token for n, *q in given) for x, given in zip(kernels, by_kernel, strict=True)]
+    tiles = ", ".join(f"{x.bq} × {x.bk}" for x in kernels)
+    batches = [("attnops-tpu", tiles, bundles, memory, outside / BYTES[generation])]
+    for name in PEERS if with_peers else ():
+        case = PeerCase(batch.page, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, "bfloat16")
+        decoding = batch.decoding * LENGTH * a_token
+        of_prompt = prompt(name, generation, batch.queries, rows[1][2])
+        a_cycle = (bundles_a_byte(name, case, generation) or float("nan")) * BYTES[generation]
+        batches.append((name, f"{of_prompt.tile.bq} × {of_prompt.tile.bk}", [decoding * a_cycle, of_prompt.bundles],
+                        [decoding, of_prompt.reads * a_token], 0.0))  # fmt: skip
+    sums = [sum(map(max, bundles, memory, strict=True)) for _, _, bundles, memory, _ in batches]
+    for (name, tiles, bundles, memory, outside), total in zip(batches, sums, strict=True):
+        yield {
+            "TPU": generation, **batch._asdict(), "kernel": name, "tiles": tiles, "bundles": sum(bundles) / 1e3,
+            "memory": sum(memory) / 1e3, "outside": outside / 1e3, "with memory": total / 1e3, "ours": sums[0] / total,
+        }  # fmt: skip
 
 
 def main(
     generation: Annotated[list[str], typer.Option()] = ["v6e", "tpu7x"],  # noqa: B006
     page: Annotated[list[int], typer.Option()] = [16, 64, 128, 256],  # noqa: B006
-    queries: Annotated[list[int], typer.Option()] = [512, 2048],  # noqa: B006
+    queries: Annotated[list[int], typer.Option(help="512 and 2,048, and all mixed batches.")] = [],  # noqa: B006
+    length: Annotated[list[int], typer.Option(help="Tokens at whose end the prompt is.")] = [LENGTH],  # noqa: B006
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
     is_mixed: Annotated[bool, typer.Option("--mixed", help="Mixed batches, in pages of 128.")] = False,
+    with_peers: Annotated[bool, typer.Option("--peers", help="Other libraries' kernels too, in pages of 128.")] = False,
 ) -> None:  # fmt: skip
     """Print bundles of prompts, or of mixed batches."""
     if is_mixed:
-        print_lines([mixed(Batch(128, q, n), each) for each in generation for n, q in MIXED])
+        batches = [mixed(Batch(128, q, n), each, with_peers) for each in generation for n, q in MIXED
+                   if not queries or q in queries]  # fmt: skip
     else:
-        print_lines([prefill(Batch(p, q, codec=c), each) for each in generation for c in codec for q in queries
-                     for p in page])  # fmt: skip
+        batches = [prefill(Batch(p, q, codec=c), each, length, with_peers) for each in generation for c in codec
+                   for q in queries or [512, 2048] for p in page]  # fmt: skip
+    print_lines([line for lines in batches for line in lines])
 
 
 if __name__ == "__main__":

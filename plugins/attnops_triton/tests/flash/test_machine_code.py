@@ -130,9 +130,9 @@ def blackwell(name: str, D: int, loops: int) -> tuple[Loop, ...]:
         both = "a tile's sums and the next scores are issued as soon as its weights are ready"
         return (
             Loop("MUFU", "", 2 * loops, "ARRIVE", 3, (
-                Statement("factors are ready before most exponentials", 0, "MUFU", 0, 64),
+                Statement("factors are ready before exponentials", 0, "MUFU", 1, 8),
                 Statement("maxima are found before factors are ready", 0, "FMNMX", 64, 144),
-                Statement("exponentials follow the factors", 1, "MUFU", 65, 130),
+                Statement("exponentials follow the factors", 1, "MUFU", 121, 128),
                 exactly("scores are read once, before", 1, "LDTM", 0),
                 exactly("weights are written before the last barrier", 1, "STTM", 1),
             )),
@@ -174,16 +174,13 @@ def test_blackwells_kernels_overlap(name: str, D: int, mask: str) -> None:
     assert losses(each, blackwell(name, D, 1 if mask == "none" else 2), "sm_100") == [[]] * len(EVERY)
 
 
-ALPHA = """    own.alpha.index(group).store(alpha)
-    mbarrier.arrive(own.alpha_ready.index(group))
-"""
-SUM = "    l = l * alpha + gl.reduce(p, 1, total)\n"
+SCORES = "    mbarrier.wait(own.s_ready.index(group), phase)\n"
 DP = "    dp = half_of(own.dp, 0, group, options)\n"
 P = "    p = weights(scores.s, m, log2_sum, options)\n"
 DP_READY = "    mbarrier.wait(own.dp_ready.index(0), done & 1)\n"
 # Blackwell's kernels in another order: what is replaced, and what is then lost.
 ORDERS = {
-    "forward": ((ALPHA, "", SUM, SUM + ALPHA), "factors are ready before most exponentials"),
+    "forward": ((f"{SCORES}    p = weights(s", "    p = weights(s"), "factors are ready before exponentials"),
     "backward_query": (
         (P + DP_READY + DP, DP_READY + DP + P), "exponentials run before gradients of weights are read"
     ),

@@ -1,0 +1,5 @@
+"""Four devices, before JAX starts."""
+
+import os
+
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")

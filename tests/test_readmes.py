@@ -29,10 +29,11 @@ def blocks(path: str) -> list[str]:
     ("plugin", "printed"),
     [
         ("attnops_ring", r"^$"),
+        ("attnops_linear", r"^\[96\] \(1, 1, 4, 64\)\nright T = 1 float32 jit"),
         ("attnops_tpu", r"^\d+$"),
         ("attnops_triton", r"def attnops_flash_forward[\s\S]*\n\d+ 0 \d+ Counter"),
     ],
-    ids=["ring", "tpu", "triton"],
+    ids=["ring", "linear", "tpu", "triton"],
 )
 @pytest.mark.tier(every=3)
 def test_a_plugins_example_runs(plugin: str, printed: str) -> None:

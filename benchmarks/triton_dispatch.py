@@ -4,8 +4,8 @@
 
 Two paths: a call inside `jax.jit`, which XLA makes by jaxlib's launcher for each run of a program, here with a stand-in
 for the driver (a libcuda.so.1 that this script compiles, whose functions do nothing); and a call outside of it, which
-looks its compiled program up in Python, here with a stand-in for the kernel on the CPU. The launcher of jaxlib 0.11.1 and
-later has another interface, which needs a device: it is not measured.
+looks its compiled program up in Python, here with a stand-in for the kernel on the CPU. The launcher of jaxlib 0.11.1
+and later has another interface, which needs a device: it is not measured.
 """
 
 from __future__ import annotations

@@ -59,6 +59,8 @@ MASKS = {"causal": Causal(), "none": None, "blocks": Blocks(np.arange(8)[None, N
 # Per cycle and multiprocessor: multiplications of 16-bit matrices; special functions; instructions.
 MULTIPLICATIONS = {"sm_80": 1024, "sm_90": 2048, "sm_100": 4096}
 SPECIAL, ISSUED = 16, 4
+# Cycles for each cycle of issue that are not hidden by products, on an H200: fitted by `triton_time.py`.
+WAITS = 1.39
 # The products per score, as multiples of D and of Dv.
 PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2), "backward": (3, 2)}
 # FlashAttention-3's tiles (queries, keys) by head dim: of the forward pass without a mask and causal
@@ -84,7 +86,9 @@ def once(arch: str, compiled: Binary) -> int:
 
 
 def cycles(arch: str, head_dim: str, dtype: str, launched: Any, compiled: Any) -> dict[str, float]:
-    """The cycles of 128 × 128 scores, and an upper bound of the use of the tensor cores."""
+    """The cycles of 128 × 128 scores, and an upper bound of the use of the tensor cores; for Hopper's kernels ``time``
+    too, the cycles that `triton_time` predicts.
+    """
     loop = compiled.loop
     if arch not in MULTIPLICATIONS or dtype == "float32":
         return {}
@@ -102,7 +106,9 @@ def cycles(arch: str, head_dim: str, dtype: str, launched: Any, compiled: Any) -
     special = number * loop["MUFU"] * 32 * warps / SPECIAL
     slower = max(issue, special)
     share = tensor / (max(tensor, slower) if tiles.specialised else tensor + slower)
-    return {"tensor": round(tensor), "issue": round(issue), "special": round(special), "share": round(share, 2)}
+    found = {"tensor": round(tensor), "issue": round(issue), "special": round(special), "share": round(share, 2)}
+    is_hopper = tiles.specialised and arch == "sm_90"
+    return found | ({"time": round(max(tensor, special) + WAITS * issue)} if is_hopper else {})
 
 
 def flash_attention(arch: str, head_dim: str, masked: bool) -> list[dict[str, Any]]:

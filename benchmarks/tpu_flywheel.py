@@ -168,13 +168,13 @@ def bundles(outline: Outline, rows: int, tiles: int, runs: Sequence[float], fold
         fold: heads that a body computes.
     """
     in_loop = [x for x in outline.spans if x[2] == 3]
-    outer = [x for x in in_loop if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in in_loop)]
+    outer = _outermost(in_loop)
     long = [x for x in outer if x[1] - x[0] >= _BODY]
     if len(long) != len(runs):
         raise LookupError(
             f"flywheel's kernel has {len(long)} bodies, of {long}, but {len(runs)} are expected: it changed"
         )
-    again = [x for x in in_loop if x not in outer and x[1] - x[0] >= _BODY]
+    again = _outermost([x for x in in_loop if x not in outer and x[1] - x[0] >= _BODY])
 
     def size(x: tuple[int, int, int]) -> int:
         inner = [y for y in again if x[0] <= y[0] and y[1] <= x[1]]
@@ -200,3 +200,8 @@ def bundles(outline: Outline, rows: int, tiles: int, runs: Sequence[float], fold
     for i, (x, n) in enumerate(zip(long, runs, strict=True)):
         total["FULL" if i == 0 else f"PARTIAL {i}"] = n * size(x)
     return {part: n if part == "once" else n / fold for part, n in total.items()}
+
+
+def _outermost(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The spans that no other one contains."""
+    return [x for x in spans if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in spans)]

@@ -157,7 +157,9 @@ def counted(job: Any, outline: Outline) -> dict[str, float]:
     return bundles(outline, *count(job.blocks, job.mask, job.T), FOLD if documents else 1)
 
 
-def bundles(outline: Outline, rows: int, tiles: int, runs: Sequence[float], fold: int = 1) -> dict[str, float]:
+def bundles(
+    outline: Outline, rows: int, tiles: int, runs: Sequence[float], fold: int = 1, loads: int | None = None
+) -> dict[str, float]:
     """The bundles of a kernel for a head, by part; ``once`` is for all heads.
 
     Args:
@@ -166,19 +168,23 @@ def bundles(outline: Outline, rows: int, tiles: int, runs: Sequence[float], fold
         tiles: tiles of a head.
         runs: how many tiles of a head take each body.
         fold: heads that a body computes.
+        loads: how often the regions before the bodies run; None for once a row.
     """
     in_loop = [x for x in outline.spans if x[2] == 3]
-    outer = [x for x in in_loop if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in in_loop)]
+    outer = _outermost(in_loop)
     long = [x for x in outer if x[1] - x[0] >= _BODY]
     if len(long) != len(runs):
         raise LookupError(
             f"flywheel's kernel has {len(long)} bodies, of {long}, but {len(runs)} are expected: it changed"
         )
-    again = [x for x in in_loop if x not in outer and x[1] - x[0] >= _BODY]
+    again = sorted((x for x in in_loop if x not in outer and x[1] - x[0] >= _BODY), key=lambda x: -x[1])
 
     def size(x: tuple[int, int, int]) -> int:
-        inner = [y for y in again if x[0] <= y[0] and y[1] <= x[1]]
-        return x[1] - x[0] - sum(y[1] - y[0] for y in inner)
+        end = x[1]
+        for y in again:  # what computes a tile of a head again ends the body
+            if x[0] <= y[0] and 0 <= end - y[1] <= 4:
+                end = y[0]
+        return end - x[0]
 
     by_depth = Counter({0: 0, 1: 0, 2: 0, 3: 0})
     for depth, n in outline.depths:
@@ -191,12 +197,14 @@ def bundles(outline: Outline, rows: int, tiles: int, runs: Sequence[float], fold
     before = [x[1] - x[0] for x in others if x[0] < last]
     # Of two regions of a size, the first starts transfers that no tile before has started: once a kernel.
     before = [n for i, n in enumerate(before) if not any(abs(n - later) <= 3 for later in before[i + 1 :])]
-    a_row = sum(before) + sum(x[1] - x[0] for x in after)
-    total = {
-        "once": float(by_depth[0]),
-        "steps": float(tiles * step),
-        "rows": rows * (by_depth[2] + a_row) + by_depth[1],
-    }
+    a_row, loads = sum(x[1] - x[0] for x in after), rows if loads is None else loads
+    of_rows = rows * (by_depth[2] + a_row) + loads * sum(before) + by_depth[1]
+    total = {"once": float(by_depth[0]), "steps": float(tiles * step), "rows": float(of_rows)}
     for i, (x, n) in enumerate(zip(long, runs, strict=True)):
         total["FULL" if i == 0 else f"PARTIAL {i}"] = n * size(x)
     return {part: n if part == "once" else n / fold for part, n in total.items()}
+
+
+def _outermost(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The spans that no other one contains."""
+    return [x for x in spans if not any(y != x and y[0] <= x[0] and x[1] <= y[1] for y in spans)]

@@ -199,6 +199,9 @@ def main(
         Path | None, typer.Option("--json", help="Keeps each result; a later run continues it.")
     ] = None,
     generation: Annotated[list[str], typer.Option()] = ["v6e", "tpu7x"],  # noqa: B006
+    with_prompts: Annotated[
+        bool, typer.Option("--prompts", help="RPA v3 over pages too, which is compiled again.")
+    ] = False,
 ) -> None:
     """Compare static counts with published times, and predict attnops-tpu's."""
     results, console = Results(json_file), Console(width=150)
@@ -224,7 +227,7 @@ def main(
             tiles = " × ".join(map(str, point.blocks)) + layouts
             shown.add_row(each, point.name, case, tiles, f"{kernel:.3f}", f"{outside:.3f}", f"{point.ms:.3f}",
                           f"{point.ms / (kernel + outside):.2f}", f"{error:.2f}", sources[point.source])  # fmt: skip
-    for page in (x for x in prompts() if x.generation in generation):
+    for page in (x for x in prompts() if with_prompts and x.generation in generation):
         static = prompt("RPA v3", page.generation, page.T, page.T, page.shape, compiled=4096).bundles
         ratio = page.ms / (static / CLOCK[page.generation] / 1e6)
         case = f"forward causal {page.T >> 10}k, {page.shape.heads}:{page.shape.kv_heads} × {page.shape.head_dim}"

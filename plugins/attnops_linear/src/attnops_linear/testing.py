@@ -111,7 +111,8 @@ PROBLEMS: Final[dict[str, Problem]] = {
     "as many key heads as value heads": problem(K=4),
     "without a state": problem(state=False),
     "scale": problem(scale=-0.7),
-    "head dims of 3 and 1": problem(D=3, Dv=1),
+    "head dims of 12 and 1": problem(D=12, Dv=1),
+    "head dims of 1": problem(D=1, Dv=1, beta=False),
 }
 
 

@@ -66,14 +66,14 @@ def test_metadata_that_is_not_read_is_refused() -> None:
         ({"x": V[:, :, 0].astype(int)}, "x has dtype int64, but must be one of float32, bfloat16, float16; cast it"),
         (
             {"weight": np.ones((6, 1, 4), np.float32)},
-            "must have shape [C, W]=(6, W); leave out its axis 1: weight[:, 0]",
+            "[C, W]=(6, W); leave out its axis 1: weight[:, 0]",
         ),
         ({"bias": [1.0]}, "bias is a list, but must be an array"),
         ({"return_state": 1}, "return_state=1 must be True or False"),
         ({"bias": np.ones(5, np.float32)}, "bias has shape (5,), but must have shape [C]=(6,)"),
         (
             {"state": np.ones((2, 4, 6), np.float32)},
-            "state has shape (2, 4, 6), but must have shape [B, W - 1, C]=(2, 3, 6)",
+            "(2, 4, 6), but must have shape [B, W - 1, C]=(2, 3, 6)",
         ),
     ],
 )

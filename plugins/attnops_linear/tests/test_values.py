@@ -60,6 +60,7 @@ def test_without_tokens_the_state_is_the_initial_one() -> None:
     np.testing.assert_array_equal(found.state, state)
 
 
+@pytest.mark.slow
 def test_without_tokens_or_rows_there_are_masks_and_decays() -> None:
     q, v = jnp.ones((2, 0, 1, 3)), jnp.ones((2, 0, 2, 4))
     mask = Segments(np.zeros(0, int)) & KeyPadding(np.zeros((2, 0), bool))

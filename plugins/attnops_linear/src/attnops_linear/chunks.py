@@ -138,7 +138,7 @@ def _largest(x: jax.Array) -> jax.Array:
 
 def _factored(rows: jax.Array, key: jax.Array, logarithm: jax.Array, sums: Sums) -> jax.Array:
     """`_scores` of rows [B, K, 1, n, C, D] by one product of matrices."""
-    # `jax.vmap` computes both branches: the other one's decays must not overflow, or gradients would be 0 times infinity.
+    # `jax.vmap` computes both branches: were other decays to overflow, gradients would be 0 times infinity.
     logarithm = jnp.clip(logarithm, -_MILD, _MILD)
     rows = rows * jnp.exp(logarithm)[..., None, :, :]
     keys = (key * jnp.exp(-logarithm))[..., None, :, :]

@@ -119,11 +119,8 @@ class LinearAttention(BaseOperation):
         is_token, starts = Tokens() if mask is None else mask
         (B, T, _, D), (H, Dv) = query.shape, value.shape[2:]
         if decay is not None:
-            decay = (
-                jnp.broadcast_to(decay[:, None], (B, T, H, 1))
-                if decay.ndim == 1
-                else decay.reshape(B, T, H, 1 if decay.ndim == 3 else D)
-            )
+            decay = decay[:, None] if decay.ndim == 1 else decay.reshape(B, T, H, 1 if decay.ndim == 3 else D)
+            decay = jnp.broadcast_to(decay, (B, T, H, decay.shape[-1]))
         if initial_state is None:
             initial_state = jnp.zeros((B, H, D, Dv), jnp.float32)
 

@@ -13,7 +13,7 @@ def inverse(strict: jax.Array) -> jax.Array:
 
     Its derivatives have the precision of products that is in force at this call, whenever JAX traces them.
     """
-    return _inverse(strict, jax.config.jax_default_matmul_precision)
+    return _inverse(strict, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -30,9 +30,11 @@ V = np.ones((2, 5, 4, 6), np.float32)
         ({"value": V[:, :, :3]}, "value has Hv=3 heads and query K=2, but K must divide Hv"),
         ({"decay": -V}, "decay has shape (2, 5, 4, 6), but must have shape [Hv]=(4,), [B, T, Hv]=(2, 5, 4) or"),
         ({"decay": V[..., 0]}, "decay has the value 1, but must be at most 0: it is the natural logarithm of what is"),
+        ({"decay": np.array([np.nan, 0.5, 0, 0], np.float32)}, "decay has the value 0.5, but must be at most 0"),
         ({"beta": V}, "beta has shape (2, 5, 4, 6), but must have shape [B, T, Hv]=(2, 5, 4)"),
         ({"initial_state": np.ones((2, 4, 6, 3), np.float32)}, "[B, Hv, D, Dv]=(2, 4, 3, 6); swap its last two axes"),
         ({"scale": float("nan")}, "scale=nan must be a finite number; leave it out for head_dim ** -0.5"),
+        ({"scale": [1]}, "scale=[1] must be a finite number"),
         ({"mask": Causal()}, "mask is Causal(), but must be made of Segments and KeyPadding: a recurrence is causal"),
         ({"mask": np.ones((2, 4, 5, 5), bool)}, "mask is an array of shape (2, 4, 5, 5), but must be made of"),
         ({"mask": Segments([0] * 5, [1] * 5)}, "has two arrays of ids, but a recurrence has one: give Segments(ids)"),
@@ -61,9 +63,18 @@ def test_metadata_that_is_not_read_is_refused() -> None:
     ("changes", "text"),
     [
         ({"x": V}, "x has shape (2, 5, 4, 6), but must have shape [B, T, C]"),
-        ({"weight": np.ones((6, 1, 4))}, "must have shape [C, W]=(6, W); leave out its axis 1: weight[:, 0]"),
-        ({"bias": np.ones(5)}, "bias has shape (5,), but must have shape [C]=(6,)"),
-        ({"state": np.ones((2, 4, 6))}, "state has shape (2, 4, 6), but must have shape [B, W - 1, C]=(2, 3, 6)"),
+        ({"x": V[:, :, 0].astype(int)}, "x has dtype int64, but must be one of float32, bfloat16, float16; cast it"),
+        (
+            {"weight": np.ones((6, 1, 4), np.float32)},
+            "[C, W]=(6, W); leave out its axis 1: weight[:, 0]",
+        ),
+        ({"bias": [1.0]}, "bias is a list, but must be an array"),
+        ({"return_state": 1}, "return_state=1 must be True or False"),
+        ({"bias": np.ones(5, np.float32)}, "bias has shape (5,), but must have shape [C]=(6,)"),
+        (
+            {"state": np.ones((2, 4, 6), np.float32)},
+            "(2, 4, 6), but must have shape [B, W - 1, C]=(2, 3, 6)",
+        ),
     ],
 )
 def test_what_fits_no_convolution_is_refused(changes: dict[str, Any], text: str) -> None:

@@ -64,3 +64,22 @@ def test_a_convolution_on_a_mesh(kind: AxisType) -> None:
         )
         found = jax.jit(run)(*placed)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), tuple(found), tuple(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_without_a_state_in_shard_map_and_by_types(kind: AxisType) -> None:
+    (query, key, value), options = problem(20, decay="channel", state=False)(np.random.default_rng(0))
+    arrays = {"query": query, "key": key, "value": value, **options}
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+
+    def run(arrays: dict[str, Any]) -> Any:
+        return LinearAttention()(**arrays).attention_outputs
+
+    expected = jax.jit(run)(arrays)
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x, NamedSharding(mesh, P("dp"))) for name, x in arrays.items()}
+        call = run if kind is AxisType.Explicit else jax.shard_map(run, in_specs=P("dp"), out_specs=P("dp"))
+        found = jax.jit(call)(placed)
+    np.testing.assert_allclose(found, expected, atol=1e-5)

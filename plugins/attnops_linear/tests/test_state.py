@@ -98,13 +98,13 @@ def test_layers_rows_and_resets() -> None:
     cache = jax.jit(lambda cache, i, one: cache.with_layer(i, one))(cache, 1, one)
     assert cache.layers == 3
     np.testing.assert_array_equal(cache.state.sum(axis=(1, 2, 3, 4)), [0, 8, 0])
-    np.testing.assert_array_equal(cache.lengths, [4, 5])
+    np.testing.assert_array_equal(cache.lengths, [[0, 0], [4, 5], [0, 0]])
     marked = cache.layer(1).advanced(one.state * jnp.asarray([1, 10])[:, None, None, None], jnp.zeros(2, jnp.int32))
     taken = marked.take_rows([1, 1, 0])
     np.testing.assert_array_equal(taken.state[:, 0, 0, 0], [10, 10, 1])
     np.testing.assert_array_equal(taken.lengths, [5, 5, 4])
     emptied = cache.reset(np.array([True, False]))
-    np.testing.assert_array_equal(emptied.lengths, [0, 5])
+    np.testing.assert_array_equal(emptied.lengths, [[0, 0], [0, 5], [0, 0]])
     np.testing.assert_array_equal(emptied.layer(1).state[:, 0, 0, 0], [0, 1])
     np.testing.assert_array_equal(emptied.layer(1).conv[:, 0, 0], [0, 2])  # type: ignore[index]
 
@@ -127,3 +127,43 @@ def test_what_a_cache_has_not_is_refused() -> None:
         CONV.step(jnp.ones((B, 1, 3)), jnp.ones((3, 4)), one)
     with pytest.raises(ValueError, match="dtype=float16, but states must be float32 or bfloat16"):
         StateCache.create(batch=1, heads=1, head_dim=1, dtype=jnp.float16)
+    with pytest.raises(ValueError, match="cache is a NoneType, but must be a StateCache"):
+        LINEAR.step(**given, cache=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape("query has shape (11,), but must have 4 dimensions")):
+        LINEAR.step(given["query"][0, :, 0, 0], *(given[x] for x in ("key", "value")), one)
+    with pytest.raises(ValueError, match=re.escape("query_lengths=[4294967296, 0, 0] must be from 0 to T=11")):
+        LINEAR.step(**given, cache=one, query_lengths=np.array([2**32, 0, 0]))  # type: ignore[arg-type]
+    for rows in ([3], [-1]):
+        with pytest.raises(ValueError, match=re.escape(f"rows={rows} must be rows of the cache, 0 to 2")):
+            cache.take_rows(rows)
+    for layer in (2, np.int64(2), jnp.int32(2)):
+        with pytest.raises(ValueError, match="layer=2 must be from 0 to 1"):
+            cache.layer(layer)
+    with pytest.raises(ValueError, match="layer=True must be an integer"):
+        cache.layer(True)
+    smaller = StateCache.create(batch=1, heads=H, head_dim=D, value_head_dim=Dv)
+    with pytest.raises(ValueError, match=re.escape("the layer's arrays have shapes [(1, 2, 4, 6), (1,)], but must")):
+        cache.with_layer(0, smaller)
+    with pytest.raises(ValueError, match=re.escape("conv=(1, 2, 3) must be a tuple (channels, width)")):
+        StateCache.create(batch=1, heads=1, head_dim=1, conv=(1, 2, 3))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="conv_dtype=int32 must be a dtype of floating-point numbers"):
+        StateCache.create(batch=1, heads=1, head_dim=1, conv=(3, 2), conv_dtype=jnp.int32)
+
+
+def test_each_layer_counts_its_tokens() -> None:
+    given = {name: x[:, :1] for name, x in arrays().items()}
+    cache = StateCache.create(batch=B, heads=H, head_dim=D, value_head_dim=Dv, layers=2)
+
+    @jax.jit
+    def step(cache: StateCache) -> StateCache:
+        for layer in range(2):
+            _, one = LINEAR.step(**given, cache=cache.layer(layer))  # type: ignore[arg-type]
+            cache = cache.with_layer(layer, one)
+        return cache
+
+    cache = step(cache)
+    np.testing.assert_array_equal(cache.lengths, [[1] * B] * 2)
+    # A traced index that is no row gives an empty one.
+    taken = jax.jit(lambda cache, rows: cache.take_rows(rows))(cache, np.array([0, 7, -1]))
+    np.testing.assert_array_equal(taken.lengths, [[1, 0, 0]] * 2)
+    assert not np.asarray(taken.state)[:, 1:].any()

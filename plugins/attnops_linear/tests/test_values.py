@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from attnops import OperationMetadata
+from attnops.masks import KeyPadding, Segments
 from attnops_linear import LinearAttention, reference
 from attnops_linear.testing import PROBLEMS, oracle, problem, with_state
 from attnops_testing.reference import CHECKS, ReferenceSubject
@@ -59,6 +60,16 @@ def test_without_tokens_the_state_is_the_initial_one() -> None:
     np.testing.assert_array_equal(found.state, state)
 
 
+@pytest.mark.slow
+def test_without_tokens_or_rows_there_are_masks_and_decays() -> None:
+    q, v = jnp.ones((2, 0, 1, 3)), jnp.ones((2, 0, 2, 4))
+    mask = Segments(np.zeros(0, int)) & KeyPadding(np.zeros((2, 0), bool))
+    assert LinearAttention()(q, q, v, mask=mask).attention_outputs.shape == (2, 0, 2, 4)
+    q, v = jnp.ones((0, 20, 1, 3)), jnp.ones((0, 20, 2, 4))
+    found = LinearAttention()(q, q, v, decay=jnp.zeros((0, 20, 2, 3)), return_state=True)
+    assert found.state.shape == (0, 2, 3, 4)  # type: ignore[union-attr]
+
+
 def test_nan_in_padding_reaches_nothing() -> None:
     (query, key, value), options = PROBLEMS["padding"](np.random.default_rng(0))
     options = {name: jnp.asarray(x, jnp.float32) if name != "mask" else x for name, x in options.items()}
@@ -79,6 +90,34 @@ def test_nan_in_padding_reaches_nothing() -> None:
         dirty[name] = jnp.asarray(x)
     jax.tree.map(np.testing.assert_array_equal, run(dirty), clean)
     assert (np.asarray(clean[0][1])[~kept] == 0).all()
+
+
+@pytest.mark.slow
+def test_gradients_of_vmap_are_those_of_a_batch_whatever_the_decays() -> None:
+    (query, key, value), options = problem(20, decay="channel", beta=False, state=False)(np.random.default_rng(0))
+    options["decay"] = options["decay"] * np.array([1, 1e3])[:, None, None, None]
+    arrays = {"query": query, "key": key, "value": value, **options}
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+
+    def by_rows(arrays: dict[str, jax.Array]) -> jax.Array:
+        rows = {name: x[:, None] for name, x in arrays.items()}
+        return (jax.vmap(lambda row: LinearAttention()(**row).attention_outputs)(rows) ** 2).sum()
+
+    found = jax.jit(jax.grad(by_rows))(arrays)
+    expected = jax.jit(jax.grad(lambda arrays: (LinearAttention()(**arrays).attention_outputs ** 2).sum()))(arrays)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max()), found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [13, 30])
+def test_large_keys_and_small_values(power: int) -> None:
+    (query, key, value), options = problem(20, decay="channel", beta=False, state=False)(np.random.default_rng(0))
+    arrays = {"query": query * 10.0**-power, "key": key * 10.0**power, "value": value, "decay": options["decay"] * 30}
+    arrays = {name: np.asarray(x, np.float32) for name, x in arrays.items()}
+    found = jax.jit(lambda x: LinearAttention()(**x).attention_outputs)(arrays)
+    with jax.enable_x64(True):
+        exact = np.asarray(reference(**{n: jnp.asarray(x, jnp.float64) for n, x in arrays.items()})[0])
+    np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())
 
 
 @pytest.mark.slow
@@ -119,3 +158,6 @@ def test_products_of_matrices_have_all_bits_of_float32() -> None:
     for metadata, text in ((None, "HIGHEST"), (OperationMetadata(precision="default"), "DEFAULT")):  # type: ignore[arg-type]
         lowered = jax.jit(LinearAttention(metadata)).lower(q, q, q).as_text()
         assert f"precision = [{text}, {text}]" in lowered
+    # The derivative of the inverse has it too, where a program is differentiated after it was traced.
+    rule = jax.jit(lambda q: LinearAttention()(q, q, q, beta=q[..., 0]).attention_outputs.sum())
+    assert "DEFAULT" not in jax.jit(jax.grad(rule)).lower(q).as_text()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnops_linear.masks import Tokens, bind_mask
+from attnops_linear.masks import Tokens, bind_mask, is_known
 from attnops_linear.request import LinearRequest
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -42,12 +42,12 @@ def bind_linear(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tu
     dtypes = {str(x.dtype) for x in (query, key, value)}
     decay_kind = _bind_decay(options, B, T, H, D)
     if (beta := options.get("beta")) is not None:
-        beta = options["beta"] = _floating("beta", beta)
+        beta = options["beta"] = floating("beta", beta)
         if beta.shape != (B, T, H):
             raise ValueError(f"beta has shape {beta.shape}, but must have shape [B, T, Hv]={(B, T, H)}")
     options["scale"] = _scale(options.get("scale"), D)
     if (state := options.get("initial_state")) is not None:
-        state = options["initial_state"] = _floating("initial_state", state)
+        state = options["initial_state"] = floating("initial_state", state)
         if state.shape != (B, H, D, Dv):
             hint = "; swap its last two axes: keys come first" if state.shape == (B, H, Dv, D) else ""
             raise ValueError(
@@ -56,8 +56,7 @@ def bind_linear(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tu
     kinds, tokens = bind_mask(options.pop("mask", None), B, T)
     if tokens != Tokens():
         options["mask"] = tokens
-    if not isinstance(options.get("return_state", False), bool):
-        raise ValueError(f"return_state={options['return_state']!r} must be True or False")
+    check_bool("return_state", options.get("return_state", False))
     if not options.get("return_state", True):
         del options["return_state"]
     request = LinearRequest(
@@ -68,8 +67,14 @@ def bind_linear(query: Any, key: Any, value: Any, options: dict[str, Any]) -> tu
     return (query, key, value), request
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise a `ValueError` unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
+
+
 def _array(name: str, x: Any, shape: str) -> jax.Array:
-    x = _floating(name, x)
+    x = floating(name, x)
     if x.ndim != 4:
         raise ValueError(f"{name} has shape {x.shape}, but must have 4 dimensions, {shape}")
     if not x.shape[3]:
@@ -77,7 +82,8 @@ def _array(name: str, x: Any, shape: str) -> jax.Array:
     return x
 
 
-def _floating(name: str, x: Any) -> jax.Array:
+def floating(name: str, x: Any) -> jax.Array:
+    """``x`` as a JAX array; a `ValueError` unless it is an array of float32, bfloat16 or float16."""
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise ValueError(f"{name} is a {type(x).__name__}, but must be an array")
     if "torch" in type(x).__module__:
@@ -92,15 +98,15 @@ def _bind_decay(options: dict[str, Any], B: int, T: int, H: int, D: int) -> str:
     given = options.get("decay")
     if given is None:
         return "none"
-    decay = _floating("decay", given)
+    decay = floating("decay", given)
     kinds = {(H,): "constant", (B, T, H): "head", (B, T, H, D): "channel"}
     if decay.shape not in kinds:
         raise ValueError(
             f"decay has shape {decay.shape}, but must have shape [Hv]={(H,)}, [B, T, Hv]={(B, T, H)} or "
             f"[B, T, Hv, D]={(B, T, H, D)}"
         )
-    if not isinstance(given, jax.core.Tracer) and decay.size:
-        largest = float(np.max(np.asarray(given).astype(np.float32), initial=-math.inf))
+    if is_known(given):
+        largest = float(np.fmax.reduce(np.asarray(given).astype(np.float32), axis=None, initial=-math.inf))
         if largest > 0:
             raise ValueError(
                 f"decay has the value {largest:g}, but must be at most 0: it is the natural logarithm of what is kept "
@@ -116,6 +122,10 @@ def _scale(scale: Any, D: int) -> float:
         return float(D**-0.5)
     if isinstance(scale, jax.core.Tracer):
         raise ValueError("scale is a traced array, but must be a number known when tracing; multiply the query instead")
-    if isinstance(scale, bool | str) or not math.isfinite(number := float(scale)):
+    try:
+        number = math.nan if isinstance(scale, bool | str) else float(scale)
+    except (TypeError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         raise ValueError(f"scale={scale!r} must be a finite number; leave it out for head_dim ** -0.5")
     return number

@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attnops.kernels import equally_varying
 from attnops_linear.gates import CHUNK, Sums, before, cumulative, product
 from attnops_linear.triangular import inverse
 
 # Products of decays between exp(-30) and exp(30) leave room for those of keys and queries in float32.
 _MILD: Final = 30.0
+# Keys and queries that such products do not overflow.
+_ORDINARY: Final = 1e12
 # Calls of at most so many tokens go token by token.
 FEW: Final = 4
 
@@ -65,6 +68,7 @@ def linear_attention(
         cut(None if beta is None else beta[..., None], K, R),
         cut(None if starts is None else starts[..., None], 1, 1),
     )  # fmt: skip
+    given, state = equally_varying((given, state))
     chunk = jax.checkpoint(_token if C == 1 else _chunk)
     last, outputs = lax.scan(chunk, state.reshape(B, K, R, D, Dv), given)
     outputs = jnp.moveaxis(outputs, (0, -2), (1, 2)).reshape(B, count * C, H, Dv)
@@ -120,15 +124,22 @@ def _scores(rows: jax.Array, key: jax.Array, sums: Sums) -> jax.Array:
     rows = rows.reshape(*rows.shape[:-2], parts, C, D)
     # e(i, j) = e(i, middle) / e(j, middle), unless one of them overflows.
     logarithm = (sums.coarse + sums.fine) - (sums.coarse + sums.fine)[..., C // 2, None, :]
-    mild = (jnp.abs(logarithm).max() < _MILD) & (sums.resets[..., -1, :] == 0).all()
+    mild = (_largest(logarithm) < _MILD) & (sums.resets[..., -1, :] == 0).all()
+    mild = mild & (_largest(rows) < _ORDINARY) & (_largest(key) < _ORDINARY)
     # What reverse mode keeps of a branch, it keeps of both.
     branches = jax.checkpoint(_factored), jax.checkpoint(_by_pairs)
     scores = lax.cond(mild, *branches, rows, key, logarithm, sums)
     return scores.reshape(*scores.shape[:-3], parts * C, C)
 
 
+def _largest(x: jax.Array) -> jax.Array:
+    return jnp.abs(x).max(initial=0.0)
+
+
 def _factored(rows: jax.Array, key: jax.Array, logarithm: jax.Array, sums: Sums) -> jax.Array:
     """`_scores` of rows [B, K, 1, n, C, D] by one product of matrices."""
+    # `jax.vmap` computes both branches: were other decays to overflow, gradients would be 0 times infinity.
+    logarithm = jnp.clip(logarithm, -_MILD, _MILD)
     rows = rows * jnp.exp(logarithm)[..., None, :, :]
     keys = (key * jnp.exp(-logarithm))[..., None, :, :]
     return jnp.tril(rows @ jnp.swapaxes(keys, -1, -2))

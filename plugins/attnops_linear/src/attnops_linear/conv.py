@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from attnops import BaseOperation, Call
+from attnops_linear.binding import check_bool, floating
 from attnops_linear.masks import Tokens, bind_mask
-from attnops_linear.state import StateCache, step_mask
+from attnops_linear.state import StateCache, check_cache, step_mask
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -75,7 +76,9 @@ class CausalConv1d(BaseOperation):
         """The checked call of these arguments, with its request."""
         call = super().bind(x, weight, **options)
         bound = dict(call.options)
-        shape, taps = tuple(getattr(x, "shape", ())), tuple(getattr(weight, "shape", ()))
+        x, weight = floating("x", x), floating("weight", weight)
+        check_bool("return_state", bound.get("return_state", False))
+        shape, taps = x.shape, weight.shape
         if len(shape) != 3:
             raise ValueError(f"x has shape {shape}, but must have shape [B, T, C]")
         B, T, C = shape
@@ -83,12 +86,14 @@ class CausalConv1d(BaseOperation):
             hint = "; leave out its axis 1: weight[:, 0]" if len(taps) == 3 and taps[:2] == (C, 1) else ""
             raise ValueError(f"weight has shape {taps}, but must have shape [C, W]=({C}, W){hint}")
         for name, rule, wanted in (("bias", "[C]", (C,)), ("state", "[B, W - 1, C]", (B, taps[1] - 1, C))):
-            if name in bound and tuple(bound[name].shape) != wanted:
-                raise ValueError(f"{name} has shape {tuple(bound[name].shape)}, but must have shape {rule}={wanted}")
+            if name in bound:
+                bound[name] = floating(name, bound[name])
+                if bound[name].shape != wanted:
+                    raise ValueError(f"{name} has shape {bound[name].shape}, but must have shape {rule}={wanted}")
         tokens = bind_mask(bound.pop("mask", None), B, T)[1]
         if tokens != Tokens():
             bound["mask"] = tokens
-        return call._replace(args=(jnp.asarray(x), jnp.asarray(weight)), options=bound)
+        return call._replace(args=(x, weight), options=bound)
 
     def forward_native(
         self,
@@ -103,7 +108,7 @@ class CausalConv1d(BaseOperation):
         """See `__call__`; ``mask`` says which tokens are padding and which begin a segment."""
         is_token, starts = Tokens() if mask is None else mask
         (B, T, C), W = x.shape, weight.shape[1]
-        before = jnp.zeros((B, W - 1, C), x.dtype) if state is None else jnp.asarray(state)
+        before = jnp.zeros((B, W - 1, C), x.dtype) if state is None else state
         count = jnp.full(B, T, jnp.int32)
         order = None
         if is_token is not None:  # the tokens first, then the padding
@@ -161,10 +166,10 @@ class CausalConv1d(BaseOperation):
         Raises:
             ValueError: see `__call__`; or the cache has several layers, or no convolution.
         """
-        cache.check_layer()
+        check_cache(cache)
         if cache.conv is None:
             raise ValueError("the cache has no convolution: create it with conv=(channels, width)")
-        B, T = x.shape[:2]  # type: ignore[union-attr]
+        B, T = (*getattr(x, "shape", ()), 0, 0)[:2]
         mask, _ = step_mask(query_lengths, options.pop("mask", None), B, T)
         output = self(x, weight, state=cache.conv, return_state=True, mask=mask, **options)
         assert output.state is not None

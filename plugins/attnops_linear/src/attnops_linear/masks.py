@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from attnops.masks import And, KeyPadding, Segments
@@ -26,6 +27,13 @@ class Tokens(NamedTuple):
 
     is_token: jax.Array | None = None
     starts: jax.Array | None = None
+
+
+def is_known(values: Any) -> bool:
+    """Whether the values of an array can be read here, even while tracing."""
+    if isinstance(values, jax.Array):
+        return not isinstance(values, jax.core.Tracer) and values.is_fully_addressable
+    return isinstance(values, np.ndarray | np.generic)
 
 
 def bind_mask(mask: object, B: int, T: int) -> tuple[frozenset[str], Tokens]:

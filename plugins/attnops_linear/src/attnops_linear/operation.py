@@ -14,7 +14,7 @@ from attnops_linear.chunks import linear_attention
 from attnops_linear.masks import Tokens
 from attnops_linear.output import LinearOutput
 from attnops_linear.partition import run_on_shards
-from attnops_linear.state import StateCache, step_mask
+from attnops_linear.state import StateCache, check_cache, step_mask
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -119,7 +119,8 @@ class LinearAttention(BaseOperation):
         is_token, starts = Tokens() if mask is None else mask
         (B, T, _, D), (H, Dv) = query.shape, value.shape[2:]
         if decay is not None:
-            decay = jnp.broadcast_to(decay[:, None], (B, T, H, 1)) if decay.ndim == 1 else decay.reshape(B, T, H, -1)
+            decay = decay[:, None] if decay.ndim == 1 else decay.reshape(B, T, H, 1 if decay.ndim == 3 else D)
+            decay = jnp.broadcast_to(decay, (B, T, H, decay.shape[-1]))
         if initial_state is None:
             initial_state = jnp.zeros((B, H, D, Dv), jnp.float32)
 
@@ -168,8 +169,8 @@ class LinearAttention(BaseOperation):
         for name in ("initial_state", "return_state"):
             if name in options:
                 raise ValueError(f"{name} is given, but step takes the state from the cache and returns it in it")
-        cache.check_layer()
-        B, T = query.shape[:2]  # type: ignore[union-attr]
+        check_cache(cache)
+        B, T = (*getattr(query, "shape", ()), 0, 0)[:2]
         mask, counts = step_mask(query_lengths, options.pop("mask", None), B, T)
         output = self(query, key, value, initial_state=cache.state, return_state=True, mask=mask, **options)
         assert output.state is not None

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 
-@jax.custom_jvp
 def inverse(strict: jax.Array) -> jax.Array:
     """(I + A)⁻¹ of A [..., C, C], strictly lower triangular, float32; C is a power of two.
+
+    Its derivatives have the precision of products that is in force at this call, whenever JAX traces them.
+    """
+    return _inverse(strict, jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _inverse(strict: jax.Array, precision: str | None) -> jax.Array:
+    """See `inverse`.
 
     The inverses of two neighbours on the diagonal, and the block below the first, give the inverse of the block twice
     as large: from 1 by 1 to C by C.
@@ -31,11 +41,14 @@ def inverse(strict: jax.Array) -> jax.Array:
     return inverses[..., 0, :, :]
 
 
-@inverse.defjvp
-def _tangent(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+@_inverse.defjvp
+def _tangent(
+    precision: str | None, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (strict,), (change,) = primals, tangents
-    found = inverse(strict)
-    return found, -(found @ jnp.tril(change, -1) @ found)
+    with jax.default_matmul_precision(precision):
+        found = _inverse(strict, precision)
+        return found, -(found @ jnp.tril(change, -1) @ found)
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

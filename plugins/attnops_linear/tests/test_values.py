@@ -94,7 +94,7 @@ def test_nan_in_padding_reaches_nothing() -> None:
 
 @pytest.mark.slow
 def test_gradients_of_vmap_are_those_of_a_batch_whatever_the_decays() -> None:
-    (query, key, value), options = problem(20, decay="channel", beta=False, state=False)(np.random.default_rng(0))
+    (query, key, value), options = problem(20, decay="channel", state=False)(np.random.default_rng(0))
     options["decay"] = options["decay"] * np.array([1, 1e3])[:, None, None, None]
     arrays = {"query": query, "key": key, "value": value, **options}
     arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}

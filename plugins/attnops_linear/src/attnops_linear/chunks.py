@@ -114,22 +114,20 @@ def _chunk(state: jax.Array, given: _Given) -> tuple[jax.Array, jax.Array]:
 
 def _scores(rows: jax.Array, key: jax.Array, sums: Sums) -> jax.Array:
     """e(i, j) rows_i·k_j for j ≤ i, else 0; [B, K, R, n · C, C] for rows [B, K, 1, n · C, D], n times a chunk's."""
-    C, D = key.shape[-2:]
-    parts = rows.shape[-2] // C
+    C = key.shape[-2]
     if sums.coarse.shape[-1] == 1:
         flat = Sums(*(x[..., 0] for x in sums))
         lower = jnp.tril(jnp.ones((C, C), bool))
         decays = product(flat.spread(-1), flat.spread(-2), lower)
-        return (rows @ jnp.swapaxes(key, -1, -2)) * jnp.tile(decays, (parts, 1))
-    rows = rows.reshape(*rows.shape[:-2], parts, C, D)
+        return (rows @ jnp.swapaxes(key, -1, -2)) * jnp.tile(decays, (rows.shape[-2] // C, 1))
     # e(i, j) = e(i, middle) / e(j, middle), unless one of them overflows.
     logarithm = (sums.coarse + sums.fine) - (sums.coarse + sums.fine)[..., C // 2, None, :]
     mild = (_largest(logarithm) < _MILD) & (sums.resets[..., -1, :] == 0).all()
     mild = mild & (_largest(rows) < _ORDINARY) & (_largest(key) < _ORDINARY)
     # What reverse mode keeps of a branch, it keeps of both.
     branches = jax.checkpoint(_factored), jax.checkpoint(_by_pairs)
-    scores = lax.cond(mild, *branches, rows, key, logarithm, sums)
-    return scores.reshape(*scores.shape[:-3], parts * C, C)
+    scores: jax.Array = lax.cond(mild, *branches, rows, key, logarithm, sums)
+    return scores
 
 
 def _largest(x: jax.Array) -> jax.Array:
@@ -137,16 +135,19 @@ def _largest(x: jax.Array) -> jax.Array:
 
 
 def _factored(rows: jax.Array, key: jax.Array, logarithm: jax.Array, sums: Sums) -> jax.Array:
-    """`_scores` of rows [B, K, 1, n, C, D] by one product of matrices."""
+    """`_scores` by one product of matrices."""
+    C, parts = key.shape[-2], rows.shape[-2] // key.shape[-2]
     # `jax.vmap` computes both branches: were other decays to overflow, gradients would be 0 times infinity.
     logarithm = jnp.clip(logarithm, -_MILD, _MILD)
-    rows = rows * jnp.exp(logarithm)[..., None, :, :]
-    keys = (key * jnp.exp(-logarithm))[..., None, :, :]
-    return jnp.tril(rows @ jnp.swapaxes(keys, -1, -2))
+    rows = rows * jnp.tile(jnp.exp(logarithm), (parts, 1))
+    scores = rows @ jnp.swapaxes(key * jnp.exp(-logarithm), -1, -2)
+    return jnp.where(jnp.tile(jnp.tril(jnp.ones((C, C), bool)), (parts, 1)), scores, 0.0)
 
 
 def _by_pairs(rows: jax.Array, key: jax.Array, logarithm: jax.Array, sums: Sums) -> jax.Array:
-    """`_scores` of rows [B, K, 1, n, C, D], whatever the decays."""
-    C = key.shape[-2]
+    """`_scores`, whatever the decays."""
+    C, D = key.shape[-2:]
     decays = product(sums.spread(-2), sums.spread(-3), jnp.tril(jnp.ones((C, C), bool))[..., None])  # [..., i, j, D]
-    return jnp.einsum("...pid,...ijd->...pij", rows, key[..., None, :, :] * decays)
+    split = rows.reshape(*rows.shape[:-2], rows.shape[-2] // C, C, D)
+    scores = jnp.einsum("...pid,...ijd->...pij", split, key[..., None, :, :] * decays)
+    return scores.reshape(*scores.shape[:-3], rows.shape[-2], C)

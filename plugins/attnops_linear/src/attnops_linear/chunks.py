@@ -33,11 +33,12 @@ def linear_attention(
     beta: jax.Array | None,
     starts: jax.Array | None,
     state: jax.Array,
+    is_constant: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs [B, T, Hv, Dv] and the last state [B, Hv, D, Dv], float32.
 
     Its memory is O(T · (D + Dv)); reverse mode keeps a state for each 32 tokens (16 with decays
-    by channel), and computes the rest again.
+    by channel or constant ones), and computes the rest again.
 
     Args:
         query: [B, T, K, D] float32, times the scale.
@@ -47,13 +48,15 @@ def linear_attention(
         beta: None or [B, T, Hv] float32.
         starts: None or bool [B, T], whether the state is emptied before the token.
         state: [B, Hv, D, Dv] float32.
+        is_constant: whether decays are those of all tokens. Their gradient is a sum over pairs of tokens, computed as
+            a difference of sums, whose error grows with the chunk.
     """
     (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
     if T == 0:
         return jnp.zeros((B, 0, H, Dv), jnp.float32), state
     if decay is None:
         decay = jnp.zeros((B, T, H, 1), jnp.float32)
-    C = 1 if T <= FEW else CHUNK if decay.shape[-1] > 1 or T <= CHUNK else 2 * CHUNK
+    C = 1 if T <= FEW else CHUNK if is_constant or decay.shape[-1] > 1 or T <= CHUNK else 2 * CHUNK
     R, count = H // K, -(-T // C)
 
     def cut(x: jax.Array | None, *heads: int) -> jax.Array | None:

@@ -118,6 +118,7 @@ class LinearAttention(BaseOperation):
         """See `__call__`; ``mask`` says which tokens are padding and which begin a segment."""
         is_token, starts = Tokens() if mask is None else mask
         (B, T, _, D), (H, Dv) = query.shape, value.shape[2:]
+        is_constant = decay is not None and decay.ndim == 1
         if decay is not None:
             decay = decay[:, None] if decay.ndim == 1 else decay.reshape(B, T, H, 1 if decay.ndim == 3 else D)
             decay = jnp.broadcast_to(decay, (B, T, H, decay.shape[-1]))
@@ -134,7 +135,7 @@ class LinearAttention(BaseOperation):
             outputs, state = linear_attention(
                 prepared(query) * (D**-0.5 if scale is None else scale), prepared(key), prepared(value),
                 None if decay is None else prepared(decay), None if beta is None else prepared(beta), starts,
-                initial_state.astype(jnp.float32),
+                initial_state.astype(jnp.float32), is_constant,
             )  # fmt: skip
         if is_token is not None:
             outputs = jnp.where(is_token[:, :, None, None], outputs, 0)

@@ -152,7 +152,8 @@ def test_refuses_is_the_same_for_check(registered):
 @pytest.mark.slow
 def test_plain_pytest_finds_every_fault(tmp_path):
     # Features are every class's, and a fault of one of them is in each row of `Asserts` that has grouped heads.
-    done = run_pytest(tmp_path, [cls.__name__ for cls in FAULTS], "-k", "behaviour or Asserts and each_feature")
+    chosen = "behaviour and (vmap or shard_map or export) or Asserts and each_feature"
+    done = run_pytest(tmp_path, [cls.__name__ for cls in FAULTS], "-k", chosen)
     failed = set(re.findall(r"^FAILED test_it.py::Test(\w+)::test_\w+\[(.*?)\]", done.stdout, re.M))
     for cls, (name, said, _) in FAULTS.items():
         assert any(named == cls.__name__ and name in case for named, case in failed), done.stdout

@@ -1,0 +1,128 @@
+"""`attnops prove`: whether the kernels of this machine's device work, and how fast."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from attnops_cli.output import fail, print_text, printer
+from attnops_testing.prove.plan import alone
+from attnops_testing.prove.process import run
+from attnops_testing.prove.record import Record
+from attnops_testing.prove.report import compare, markdown
+from attnops_testing.prove.step import Ending, Step
+
+# Seconds to start JAX on the device and to import every plugin.
+_FIND = 300.0
+
+
+def command(
+    operations: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Names of operations, also distribution:operation.", show_default="those with a kernel for this device"
+        ),
+    ] = None,
+    report: Annotated[
+        Path, typer.Option(help="The report, in Markdown; the record is beside it, with the suffix .json.")
+    ] = Path("attnops-prove.md"),
+    every: Annotated[
+        bool, typer.Option("--all", help="Each feature alone, long problems, pairs and corners too.")
+    ] = False,
+    section: Annotated[
+        list[str] | None, typer.Option(help="Run only this section, such as Times; may be repeated.", metavar="NAME")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Seconds for a check.", show_default="60 on CPUs, else 240", min=1)
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Run all again rather than continue the record.")] = False,
+    compared: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--compare", help="Print how two records differ, and run nothing.", metavar="ONE OTHER"),
+    ] = None,
+) -> None:
+    """Prove the kernels of this machine's device: a report to keep, or to send with an issue.
+
+    First calls come first, the smallest before the others, then every feature, caches and behaviours, each compared
+    with the float64 oracle; then times beside installed peers, with memory and with the times that static counts
+    predict. Each check runs in a process of its own with a time limit: a crash or a hang is a row of the report. A run
+    that was stopped goes on where it ended.
+
+    Exits with 1 if anything is wrong, crashed or hung, with 2 if the arguments are invalid, with 130 if it was stopped.
+    """
+    if compared is not None:
+        try:
+            print_text(compare(*map(Record.read, compared)))
+        except (OSError, ValueError) as error:
+            fail(error, 2)
+        return
+    path = report.with_suffix(".json")
+    try:
+        record = _begin(operations or [], every, limit, section)
+        if path.exists() and not fresh and (kept := record.resume(Record.read(path))):
+            print_text(f"{kept} of {len(record.steps)} steps are in {path}; --fresh runs them again")
+        record.write(path)
+    except (OSError, ValueError) as error:
+        fail(error, 2)
+    stopped = False
+    try:
+        _run(record, path)
+    except KeyboardInterrupt:
+        stopped = True
+        record.running = None
+    record.write(path)
+    report.write_text(markdown(record))
+    counts = Counter(result.ending for result in record.results.values())
+    print_text(f"\n{', '.join(f'{counts[ending]} {ending}' for ending in Ending if counts[ending])}")
+    print_text(f"{report} is the report; {path} is for attnops prove --compare")
+    raise typer.Exit(130 if stopped else int(any(result.is_bad for result in record.results.values())))
+
+
+def _begin(operations: list[str], every: bool, limit: float | None, sections: list[str] | None) -> Record:
+    """A record without results. Another process asks JAX for its devices: this one must not hold them.
+
+    Raises:
+        ValueError: the device can't be used, or an operation or a section is unknown.
+    """
+    arguments = {"operations": operations, "every": every, "limit": limit}
+    found = run(Step("Machine", "devices", "find_machine", arguments, _FIND))
+    if found.ending is not Ending.RIGHT:
+        raise ValueError(f"{found.detail}\n{found.output}".strip())
+    steps = [Step(**step) for step in found.value["steps"]]
+    known = list(dict.fromkeys(step.section for step in steps))
+    for name in sections or ():
+        if name not in known:
+            raise ValueError(f"section {name!r} is unknown; there are {', '.join(known)}")
+    chosen = [step for step in steps if not sections or step.section in sections]
+    return Record(found.value["machine"], found.value["problems"], chosen)
+
+
+def _run(record: Record, path: Path) -> None:
+    """Run the steps without a result; print those that are not right as soon as they are known."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    out = printer()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(record.steps), completed=len(record.results))
+        for step in (steps := list(record.steps)):
+            key = step.section, step.name
+            if key in record.results:
+                continue
+            progress.update(task, description=f"{step.section}: {step.name}")
+            record.running = key
+            record.write(path)
+            result = record.results[key] = run(step)
+            record.running = None
+            if result.ending not in (Ending.RIGHT, Ending.REFUSED):
+                out.print(f"{step.section}: {step.name}: {result.ending}: {result.detail}", markup=False)
+            if result.ending in (Ending.CRASH, Ending.HANG) and (further := alone(step)):
+                steps += further
+                record.steps = [*record.steps, *further]
+            progress.update(task, advance=1, total=len(record.steps))
+            record.write(path)
+
+

@@ -1,0 +1,87 @@
+"""Runs a step in a process of its own, so that a crash or a hang is its result and not the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any, Final
+
+from attnops_testing.prove.step import Ending, Result, Step
+
+# What each process imports, once: a server that has imported it, and has not initialised JAX's backends, forks.
+_WORK: Final = "attnops_testing.prove.work"
+# Before the limit, a process prints its Python stack; after it, it is killed.
+_BEFORE: Final = 2.0
+_LINES: Final = 40
+
+
+def run(step: Step) -> Result:
+    """Run a step in a process of its own.
+
+    The process is killed after ``step.seconds``. Its output is kept, and is part of the result if it crashed or hung.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer, output = Path(folder, "answer"), Path(folder, "output")
+        start = time.perf_counter()
+        process = _context().Process(target=_child, args=(dataclasses.asdict(step), str(answer), str(output)))
+        process.start()
+        process.join(step.seconds)
+        hung = process.is_alive()
+        if hung:
+            process.kill()
+            process.join()
+        seconds = time.perf_counter() - start
+        if answer.exists() and not hung:
+            given = json.loads(answer.read_text())
+            return Result(Ending(given["ending"]), given["detail"], seconds, given["value"])
+        printed = output.read_text(errors="replace") if output.exists() else ""
+        last = "\n".join(printed.splitlines()[-_LINES:])
+        if hung:
+            return Result(Ending.HANG, f"did not end in {step.seconds:g} s and was killed", seconds, output=last)
+        return Result(Ending.CRASH, _exit(process.exitcode), seconds, output=last)
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        try:
+            return f"the process died of {signal.Signals(-code).name}"
+        except ValueError:
+            return f"the process died of signal {-code}"
+    return f"the process ended with status {code}"
+
+
+@functools.cache
+def _context() -> BaseContext:
+    if sys.platform != "linux":  # macOS's frameworks do not survive a fork
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_WORK])
+    return context
+
+
+def _child(step: dict[str, Any], answer: str, output: str) -> None:
+    """Run the step's function, and write its answer as a whole; everything printed goes to the file ``output``."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    faulthandler.enable(2)
+    faulthandler.dump_traceback_later(max(step["seconds"] - _BEFORE, 0.5 * step["seconds"]), file=2)
+    from attnops_testing.prove import work
+
+    ending, detail, value = getattr(work, step["work"])(**step["arguments"])
+    faulthandler.cancel_dump_traceback_later()
+    text = json.dumps({"ending": ending, "detail": detail, "value": value}, default=str)
+    part = Path(answer).with_suffix(".part")
+    part.write_text(text)
+    part.rename(answer)
+    os._exit(0)  # destructors of a device's library may hang or crash after the answer is known

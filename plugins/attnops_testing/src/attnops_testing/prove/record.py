@@ -1,0 +1,81 @@
+"""The record of a run of `attnops prove`, a JSON file that is written after each step and continues a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from attnops_testing.prove.step import Ending, Result, Step
+
+
+@dataclasses.dataclass
+class Record:
+    """What ran on a machine.
+
+    Attributes:
+        machine: the machine and its versions, as of `describe_machine`.
+        problems: what `attnops doctor` finds.
+        steps: the steps of the run, in order.
+        results: the results so far, by section and name.
+        running: the section and name of the step that runs; None between steps.
+    """
+
+    machine: dict[str, Any]
+    problems: list[dict[str, str]]
+    steps: list[Step]
+    results: dict[tuple[str, str], Result] = dataclasses.field(default_factory=dict)
+    running: tuple[str, str] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """The record in a file.
+
+        Raises:
+            ValueError: the file is not a record.
+        """
+        try:
+            fields = json.loads(path.read_text())
+            steps = [Step(**step) for step in fields["steps"]]
+            results = {
+                (row["section"], row["name"]): Result(**row["result"] | {"ending": Ending(row["result"]["ending"])})
+                for row in fields["results"]
+            }
+            running = fields["running"] and tuple(fields["running"])
+            return cls(fields["machine"], fields["problems"], steps, results, running)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a record of attnops prove: {error!r}; give another file") from None
+
+    def write(self, path: Path) -> None:
+        """Replace the file as a whole, so that it is complete at any time."""
+        rows = [
+            {"section": section, "name": name, "result": dataclasses.asdict(result)}
+            for (section, name), result in self.results.items()
+        ]
+        fields = {
+            "machine": self.machine, "problems": self.problems,
+            "steps": [dataclasses.asdict(step) for step in self.steps], "results": rows, "running": self.running,
+        }  # fmt: skip
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps(fields, indent=1) + "\n")
+        part.replace(path)
+
+    def resume(self, earlier: Record) -> int:
+        """Take over the results of an earlier run with the same machine and versions; the number of them.
+
+        The step that ran when the earlier run ended is a crash, and is not tried again.
+        """
+        if earlier.machine != self.machine:
+            return 0
+        known = {(step.section, step.name): step for step in earlier.steps}
+        for step in earlier.steps:  # the steps that followed a crash
+            if step not in self.steps and step.name.endswith(" alone"):
+                self.steps.append(step)
+        for step in self.steps:
+            key = step.section, step.name
+            if key in earlier.results and known.get(key) == step:
+                self.results[key] = earlier.results[key]
+            elif key == earlier.running:
+                self.results[key] = Result(Ending.CRASH, "the run, or the machine, ended during this step")
+        return len(self.results)

@@ -1,0 +1,179 @@
+"""`attnops prove` reports a wrong kernel, a hang and a crash as rows, goes on after each, and resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnops_testing.prove.process import run as run_step
+from attnops_testing.prove.record import Record
+from attnops_testing.prove.report import compare, markdown
+from attnops_testing.prove.step import Ending, Result, Step
+
+# A kernel that is right but for soft caps, which it ignores; that aborts for calls with sinks; and that never returns
+# for calls with a logsumexp.
+PLANTED = """
+import os, time
+from attnops.operations.vanilla import VanillaAttention
+
+class Planted(VanillaAttention):
+    @classmethod
+    def get_impl_name(cls):
+        return "planted"
+
+    def forward_cpu(self, query, key, value, **options):
+        if options.get("logits_soft_cap") is not None:
+            options["logits_soft_cap"] = None
+        if options.get("sinks") is not None:
+            os.abort()
+        while options.get("return_lse"):
+            time.sleep(1)
+        return super().forward_native(query, key, value, **options)
+"""
+MAIN = "import attnops_cli; attnops_cli.main()"
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process in which a distribution has the planted kernel, and the command exists."""
+    info = tmp_path / "site" / "acme_planted-1.0.dist-info"
+    info.mkdir(parents=True)
+    (tmp_path / "site" / "acme_planted.py").write_text(PLANTED)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-planted\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[attnops.operations]\nplanted = acme_planted:Planted\n")
+    paths = [str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+
+
+def prove(folder: Path, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", MAIN, "prove", *arguments], env=env, cwd=folder, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def endings(folder: Path) -> dict[str, str]:
+    fields = json.loads((folder / "attnops-prove.json").read_text())
+    return {row["name"]: row["result"]["ending"] for row in fields["results"]}
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_a_hang_and_a_crash_are_rows_and_not_the_end(tmp_path: Path, planted: dict[str, str]) -> None:
+    arguments = "planted", "--all", "--section", "First calls", "--section", "Features", "--limit", "10"
+    done = prove(tmp_path, planted, *arguments)
+    assert done.returncode == 1, done.stderr
+    found = endings(tmp_path)
+    assert found["planted: forward and backward"] == "right"
+    assert found["planted: soft cap"] == "wrong"
+    assert found["planted: sinks"] == "crash"
+    assert found["planted: logsumexp"] == "hang"
+    assert list(found)[-1] not in ("planted: sinks", "planted: logsumexp")  # others follow
+    report = (tmp_path / "attnops-prove.md").read_text()
+    for text in ("**wrong**", "the process died of SIGABRT", "did not end in 10 s", "time.sleep", "What is wrong"):
+        assert text in report, text
+    # Nothing is run again, and the crash of a run that ended in the middle of a step is that step's.
+    path = tmp_path / "attnops-prove.json"
+    record = Record.read(path)
+    last = next(reversed(record.results))
+    record.results.pop(last)
+    record.running = last
+    record.write(path)
+    start = time.monotonic()
+    again = prove(tmp_path, planted, *arguments)
+    assert time.monotonic() - start < 60
+    assert f"{len(found)} of {len(found)} steps" in again.stdout
+    assert endings(tmp_path)[last[1]] == "crash"
+
+
+@pytest.mark.slow
+def test_the_cpus_kernels_are_proven_with_times(tmp_path: Path) -> None:
+    done = prove(tmp_path, {**os.environ, "JAX_PLATFORMS": "cpu"}, "attnops:flash")
+    report = (tmp_path / "attnops-prove.md").read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + report
+    assert set(endings(tmp_path).values()) <= {"right", "refused", "not run"}
+    for text in ("## First calls", "## Features", "## Caches", "## Behaviours", "## Times", "jax.nn", "one read"):
+        assert text in report, text
+
+
+def step(work: str, seconds: float = 60, **arguments: Any) -> Step:
+    return Step("Planted", work, work, arguments, seconds)
+
+
+def test_an_unknown_operation_is_named() -> None:
+    found = run_step(step("find_machine", operations=["nonesuch"], every=False, limit=None))
+    assert found.ending is Ending.WRONG
+    assert "nonesuch" in found.detail
+
+
+def test_the_first_steps_are_the_smallest_calls() -> None:
+    found = run_step(step("find_machine", operations=["attnops:flash"], every=False, limit=7))
+    assert found.ending is Ending.RIGHT, found
+    steps = [Step(**fields) for fields in found.value["steps"]]
+    assert [x.name for x in steps[:2]] == ["attnops:flash: forward", "attnops:flash: forward and backward"]
+    assert list(dict.fromkeys(x.section for x in steps)) == ["First calls", "Features", "Caches", "Behaviours", "Times"]
+    assert steps[0].seconds == 7
+    assert len({(x.section, x.name) for x in steps}) == len(steps)
+
+
+def test_a_process_that_raises_is_a_crash_with_its_output() -> None:
+    result = run_step(step("check", operation="attnops:flash", part="nonesuch", case=[], mode="train"))
+    assert result.ending is Ending.CRASH
+    assert "KeyError: 'nonesuch'" in result.output
+
+
+def record(*results: tuple[str, Result], versions: str = "1") -> Record:
+    machine = {"processor": "acme", "cores": 2, "devices": ["cpu"], "versions": {"jax": versions}}
+    steps = [Step("Times", name, "measure_times", {"contenders": ["a", "b"]}, 1) for name, _ in results]
+    return Record(machine, [], steps, {("Times", name): result for name, result in results})
+
+
+def timed(seconds: float, **more: Any) -> dict[str, Any]:
+    return {
+        "name": "flash", "is_peer": False, "best_seconds": seconds, "median_seconds": seconds, "temp_bytes": 10**6,
+        "status": "ok", "reason": "", "bytes_seen": None, "mask": "Causal()", "batch": 1, "heads": 8, "length": 1024,
+        "head_dim": 64, "backward": False,
+    } | more  # fmt: skip
+
+
+def test_a_report_has_times_beside_the_best_peer_and_a_comparison_has_ratios() -> None:
+    peers = [timed(4e-3, name="jax.nn", is_peer=True), timed(6e-3, name="torch", is_peer=True)]
+    one = record(("causal", Result(Ending.RIGHT, value=[timed(2e-3), *peers])), ("cut", Result(Ending.HANG, "slow")))
+    other = record(("causal", Result(Ending.RIGHT, value=[timed(3e-3)])), ("cut", Result(Ending.RIGHT)))
+    text = markdown(one)
+    # 2 × 8 × 1,024² × 64 products of a causal mask in 2 ms.
+    assert "| causal | flash | 2.000 | 2.000 | 0.54 | 2.00 × |  | 1 |  |" in text
+    assert "**hang**: slow" in text
+    compared = compare(one, other)
+    assert "1 of 2 steps ended alike" in compared
+    assert "| Times: cut | hang | right |" in compared
+    assert "| causal | flash | 2.000 | 3.000 | 1.50 |" in compared
+
+
+def test_results_of_other_versions_are_not_taken_over(tmp_path: Path) -> None:
+    earlier = record(("causal", Result(Ending.RIGHT)))
+    earlier.write(tmp_path / "record.json")
+    read = Record.read(tmp_path / "record.json")
+    assert read == earlier
+    assert record(("causal", Result(Ending.RIGHT)), versions="2").resume(read) == 0
+    fresh = record(("causal", Result(Ending.RIGHT)))
+    fresh.results.clear()
+    assert fresh.resume(read) == 1
+    (tmp_path / "record.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a record of attnops prove"):
+        Record.read(tmp_path / "record.json")
+
+
+def test_a_signal_without_a_name_is_a_number() -> None:
+    from attnops_testing.prove.process import _exit
+
+    assert _exit(-signal.SIGSEGV) == "the process died of SIGSEGV"
+    assert _exit(-250) == "the process died of signal 250"
+    assert _exit(3) == "the process ended with status 3"

@@ -29,14 +29,12 @@ class Planted(VanillaAttention):
     def get_impl_name(cls):
         return "planted"
 
-    def forward_cpu(self, query, key, value, **options):
-        if options.get("logits_soft_cap") is not None:
-            options["logits_soft_cap"] = None
-        if options.get("sinks") is not None:
+    def forward_cpu(self, query, key, value, *, logits_soft_cap=None, sinks=None, return_lse=False):
+        if sinks is not None:
             os.abort()
-        while options.get("return_lse"):
+        while return_lse:
             time.sleep(1)
-        return super().forward_native(query, key, value, **options)
+        return self.forward_native(query, key, value)
 """
 MAIN = "import attnops_cli; attnops_cli.main()"
 

@@ -36,6 +36,8 @@ class Planted(VanillaAttention):
             time.sleep(1)
         return self.forward_native(query, key, value)
 """
+# How each row ends that has the feature.
+PLANTS = {"soft cap": ["wrong"], "sinks": ["crash"], "logsumexp": ["hang"]}
 MAIN = "import attnops_cli; attnops_cli.main()"
 
 
@@ -65,17 +67,17 @@ def endings(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_wrong_kernel_a_hang_and_a_crash_are_rows_and_not_the_end(tmp_path: Path, planted: dict[str, str]) -> None:
-    arguments = "planted", "--all", "--section", "First calls", "--section", "Features", "--limit", "10"
+    arguments = "planted", "--section", "First calls", "--section", "Features", "--limit", "8"
     done = prove(tmp_path, planted, *arguments)
     assert done.returncode == 1, done.stderr
     found = endings(tmp_path)
     assert found["planted: forward and backward"] == "right"
-    assert found["planted: soft cap"] == "wrong"
-    assert found["planted: sinks"] == "crash"
-    assert found["planted: logsumexp"] == "hang"
-    assert list(found)[-1] not in ("planted: sinks", "planted: logsumexp")  # others follow
+    # Rows have several features each, of which the kernel serves these three.
+    by_feature = {name: [x for row, x in found.items() if f"{name} " in f"{row} "] for name in PLANTS}
+    assert by_feature == PLANTS
+    assert list(found.values())[-1] not in ("crash", "hang")  # others follow
     report = (tmp_path / "attnops-prove.md").read_text()
-    for text in ("**wrong**", "the process died of SIGABRT", "did not end in 10 s", "time.sleep", "What is wrong"):
+    for text in ("**wrong**", "the process died of SIGABRT", "did not end in 8 s", "acme_planted.py", "What is wrong"):
         assert text in report, text
     # Nothing is run again, and the crash of a run that ended in the middle of a step is that step's.
     path = tmp_path / "attnops-prove.json"

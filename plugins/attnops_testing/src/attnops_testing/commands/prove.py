@@ -124,5 +124,3 @@ def _run(record: Record, path: Path) -> None:
                 record.steps = [*record.steps, *further]
             progress.update(task, advance=1, total=len(record.steps))
             record.write(path)
-
-

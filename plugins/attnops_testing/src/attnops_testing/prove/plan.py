@@ -77,12 +77,11 @@ def _checks(names: Sequence[str], every: bool, seconds: float) -> Iterator[Step]
         for operation in names:
             yield step(FIRST, what, operation, part, case, mode)
     for section, parts in (_ALL if every else _PARTS).items():
-        for part in map(SUITE.__getitem__, parts):
-            name = next(name for name, each in SUITE.items() if each is part)
-            for case in part.cases:
-                if every or part.quick(case, False):
+        for name in parts:
+            for case in SUITE[name].cases:
+                if every or SUITE[name].quick(case, False):
                     for operation in names:
-                        yield step(section, part.name(case), operation, name, case)
+                        yield step(section, SUITE[name].name(case), operation, name, case)
 
 
 def _times(platform: str, names: Sequence[str], seconds: float) -> Iterator[Step]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ def _exit(code: int | None) -> str:
 
 
 @functools.cache
-def _context() -> BaseContext:
+def _context() -> ForkServerContext | SpawnContext:
     if sys.platform != "linux":  # macOS's frameworks do not survive a fork
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -52,7 +52,7 @@ def _checks(rows: Sequence[tuple[str, Result]]) -> Iterator[str]:
 
 
 def _times(record: Record, rows: Sequence[tuple[str, Result]]) -> Iterator[str]:
-    yield "| call | operation | best ms | median ms | TFLOP/s or GB/s | as fast as the best peer | predicted ms | MB | |"
+    yield "| call | operation | best ms | median ms | TFLOP/s or GB/s | × best peer | predicted ms | MB | |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|---|"
     for name, result in rows:
         if result.is_bad and not result.value:

@@ -31,7 +31,7 @@ LOWERING = "jax-cuda13-plugin==$(JAX)" "nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-c
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
 	--durations=10 --durations-min=10
 
-.PHONY: demo test budget test-all exhaustive alone parity quick bench docs lint readme wheels clean
+.PHONY: demo test budget test-all exhaustive alone parity quick bench docs lint readme wheels dists workflows clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -120,6 +120,17 @@ readme: $(VENV)/.test  ## write the generated parts of the README
 wheels: $(VENV)/.created  ## dist/: attnops-cpu for Linux (x86-64, ARM) and macOS (ARM), compiled here by zig
 	$(PIP) "scikit-build-core>=0.11" cmake ninja "build>=1.3" "wheel>=0.46" "ziglang==0.17.1"
 	$(BIN)/python tools/wheels.py
+
+dists: $(VENV)/.created  ## dist/: what is released of every distribution, checked, and tried in an empty environment
+	$(PIP) "scikit-build-core>=0.11" cmake ninja "build>=1.3" "twine>=6.1"
+	$(BIN)/python tools/dists.py
+
+workflows: $(VENV)/.created  ## the forge's workflows and forms follow their schemas and the rules of zizmor
+	$(PIP) "check-jsonschema>=0.33" "zizmor>=1.11"
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --quiet .github
 
 clean:
 	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,7 +23,7 @@ class TestVanilla(OperationConformance):
 class TestFlash(OperationConformance):
     operation = "attnops:flash"  # also where a plugin for CPUs is installed
     strict, limit = True, 1200
-    every: ClassVar = {"test_all_pairs": 36, "test_cache_pairs": 24}
+    every: ClassVar = {"test_feature": 3, "test_all_pairs": 36, "test_cache_pairs": 24}
     test_sampled_pair = None  # each is one of all pairs
 
 

@@ -29,7 +29,8 @@ READS = ("paged:PagedCache._keys_values", "store:Store.decoded", "layout:TokenLa
         "softmax_scale is dropped when the cache is read",
         "bias is dropped when the cache is read",
         "mask is dropped when the cache is read",
-    ]
+    ],
+    every=2,
 )
 def test_a_mistake_is_wrong_in_its_features(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name].apply(monkeypatch)
@@ -40,6 +41,7 @@ def test_a_mistake_is_wrong_in_its_features(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", sorted({mutant.found_by for mutant in MUTANTS.values()}))
+@pytest.mark.tier(every=2)
 def test_what_has_no_mistake_is_right(names: str) -> None:
     outcome = check_cache(VANILLA, names.split(" + "))
     assert outcome.status is Status.RIGHT, outcome.detail

@@ -1,5 +1,7 @@
 """The conformance suite for JAX's splash attention, in the three lines that every plugin has."""
 
+from typing import ClassVar
+
 import pytest
 
 from attnops_splash import SplashAttention
@@ -20,6 +22,7 @@ class TestSplash(OperationConformance):
     limit = 1200
     # The interpreter needs seconds per problem.
     slow = WITH_PROGRAM | {"test_each_feature"}
+    every: ClassVar = {"test_each_feature": 3}
     exhaustive = frozenset({"test_sampled_pair", "test_long", "test_caches", "test_behaviour", "test_memory_growth"})
     # A pair has each feature, and the kernel is JAX's, which tests products of features itself.
     test_feature = test_all_pairs = test_cache_pairs = None

@@ -51,7 +51,7 @@ def test_a_mutant_is_wrong_where_its_feature_is_one_of_several(mutant, row):
     ],
     ids=lambda cls: cls.__name__,
 )
-@pytest.mark.tier(quick=["OneRowOfSegmentsForTheFirstBatch", "GradientZero", "MaxLogitsOfSinksToo"])
+@pytest.mark.tier(quick=["OneRowOfSegmentsForTheFirstBatch", "GradientZero", "MaxLogitsOfSinksToo"], every=2)
 def test_a_mutant_is_wrong_in_its_feature_alone(mutant):
     outcome = check(mutant, mutant.found_by)
     assert outcome.status is Status.WRONG, f"{mutant.__name__} is {outcome.status} in {mutant.found_by!r}"

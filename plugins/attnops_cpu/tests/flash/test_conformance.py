@@ -12,7 +12,7 @@ class TestFlashOnCPU(OperationConformance):
     strict, limit = True, 1200
     refuses = frozenset({"ScoreFn", "weights", "export"})
     slow = frozenset({"test_caches", "second derivative"})
-    every: ClassVar = {"test_all_pairs": 24, "test_cache_pairs": 16}
+    every: ClassVar = {"test_feature": 3, "test_all_pairs": 24, "test_cache_pairs": 16}
     test_sampled_pair = None  # each is one of all pairs
 
     def test_memory_growth(self, case: str) -> None:

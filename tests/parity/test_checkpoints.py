@@ -8,14 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from flax import nnx
 
 from attnops_lm import CausalLM
 from attnops_lm.families import FAMILIES, SIZES, config_from_hf
+from attnops_lm.params import by_path
 
 T = 24
 SMALL: dict[str, Any] = {
@@ -30,6 +33,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN | {"truncate": False}, **WINDOW}
+QWEN3_NEXT = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
 # The family, the config class in transformers, and what differs from `SMALL`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "LlamaConfig", {}),
@@ -43,6 +50,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "Gemma2Config", {"query_pre_attn_scalar": 24, **WINDOW}),
     "gemma3": ("gemma3_text", "Gemma3TextConfig", {"query_pre_attn_scalar": 24, **WINDOW}),
     "gpt_oss": ("gpt_oss", "GptOssConfig", GPT_OSS),
+    "qwen3_next": ("qwen3_next", "Qwen3NextConfig", QWEN3_NEXT),
+    "qwen3_next, weights as they are": ("qwen3_next", "Qwen3NextConfig", QWEN3_NEXT | {"norm_topk_prob": False}),
 }
 
 
@@ -105,6 +114,30 @@ def test_fields_that_are_left_out_have_the_defaults_of_transformers(family: str)
     if family == "gpt_oss":
         left_out |= {name: theirs[name] for name in ("num_local_experts", "num_experts_per_tok")}
     assert config_from_hf(left_out) == config_from_hf(theirs)
+
+
+def test_gradients_of_linear_layers_are_those_of_transformers(batch: tuple[np.ndarray, np.ndarray]) -> None:
+    reference = torch_model("Qwen3NextConfig", QWEN3_NEXT)
+    ids, mask = batch
+    weight = np.random.default_rng(1).normal(size=(2, T, 96)).astype(np.float32) * mask[:, :, None]
+    positions = np.maximum(mask.cumsum(1) - 1, 0)
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    outputs = reference(**{name: torch.tensor(x) for name, x in given.items()}).logits
+    (outputs * torch.tensor(weight)).sum().backward()
+    model = CausalLM(config_from_hf(reference.config.to_dict()))
+    model = model.merge_params_dict(model.transform_fn(reference.state_dict()))
+    slopes = {name: x.grad for name, x in reference.named_parameters()}
+    expected = by_path(model.transform_fn(slopes))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: Any) -> Any:
+        return (nnx.merge(graphdef, params, rest)(ids, attention_mask=mask).logits * weight).sum()
+
+    found = by_path(jax.jit(jax.grad(loss))(params))
+    assert set(found) == set(expected)
+    for path, x in expected.items():
+        assert np.abs(x).max() > 0, path
+        np.testing.assert_allclose(found[path], x, atol=2e-5 * np.abs(x).max(), err_msg=path)
 
 
 def test_every_family_has_a_case() -> None:

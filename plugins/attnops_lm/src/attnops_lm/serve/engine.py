@@ -92,6 +92,11 @@ class Engine:
         self.is_stopped = False
         self.failure: BaseException | None = None  # the error that ended `run`, if any
         self.numbers = itertools.count()
+        if model.config.has_linear_layers:
+            raise ValueError(
+                f"model.config.layer_types={model.config.layer_types} has linear layers, whose states rows can't share "
+                f"by page: serve a model of attention layers, or call generate"
+            )
         graph, self.state = nnx.split(model)
         self.caches, _ = model.init_ragged_pages(
             batch_size=rows, pages=pages, page_size=page_size, max_model_length=self.max_length, codec=codec

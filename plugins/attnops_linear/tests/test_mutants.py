@@ -80,12 +80,12 @@ MUTANTS = {
     ),
     "value heads take key heads in turn": Mutant(
         "chunks:linear_attention", "x.reshape(B, count, C, *heads, x.shape[-1])",
-        "x.reshape(B, count, C, *heads[::-1], x.shape[-1]).swapaxes(3, 4)", RULE,
+        "x.reshape(B, count, C, *heads[::-1], x.shape[-1]).swapaxes(3, len(heads) + 2)", RULE,
     ),
     "a step reads the state before its token": Mutant(
-        "chunks:_token", "query @ state", "query @ (state - jnp.swapaxes(key, -1, -2) * value)", "T = 1"
+        "chunks:_token", " + (query * key).sum(axis=-1, keepdims=True) * value\n", "\n", "T = 1"
     ),
-    "a step does not decay": Mutant("chunks:_token", "state * kept)", "state)", "T = 2"),
+    "a step does not decay": Mutant("chunks:_token", "state * jnp.swapaxes(kept, -1, -2)", "state", "T = 2"),
     "the state is another row's": Mutant(
         NATIVE, "initial_state.astype(jnp.float32)", "jnp.roll(initial_state, 1, axis=0).astype(jnp.float32)", RULE
     ),

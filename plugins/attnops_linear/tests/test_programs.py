@@ -77,7 +77,7 @@ def test_steps_are_exported_for_any_batch() -> None:
         assert_close(found, jax.jit(call)(*given))
 
 
-@pytest.mark.parametrize("T", [1, 3, 40])
+@pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("layers", [None, 3])
 def test_steps_update_donated_states_in_place(T: int, layers: int | None) -> None:
     B, D = 8, 64
@@ -102,7 +102,8 @@ def test_steps_update_donated_states_in_place(T: int, layers: int | None) -> Non
 
         return jax.lax.scan(step, cache, length=count)
 
-    check_memory(jax.jit(steps, static_argnums=1, donate_argnums=0).lower(cache, 3), cache, layers or 1)
+    program = jax.jit(steps, static_argnums=1, donate_argnums=0).lower(cache, 3)
+    check_memory(program, cache, cache.state.nbytes // (4 * (layers or 1)))
 
 
 def test_packed_steps_update_donated_states() -> None:
@@ -115,11 +116,11 @@ def test_packed_steps_update_donated_states() -> None:
         return output.attention_outputs.sum(), cache
 
     rows = Rows(jnp.array([0, 3, 20]), jnp.array([2, 5]))
-    check_memory(jax.jit(step, donate_argnums=0).lower(cache, rows), cache, 1)
+    check_memory(jax.jit(step, donate_argnums=0).lower(cache, rows), cache, cache.state.nbytes)
 
 
-def check_memory(lowered: Any, cache: StateCache, layers: int) -> None:
-    """All arrays of the cache are updated in place, and temporaries are smaller than the states of a layer."""
+def check_memory(lowered: Any, cache: StateCache, most: int) -> None:
+    """All arrays of the cache are updated in place, and temporaries have fewer bytes than ``most``."""
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(cache))
-    assert memory.temp_size_in_bytes < cache.state.nbytes / layers, memory
+    assert memory.temp_size_in_bytes < most, memory

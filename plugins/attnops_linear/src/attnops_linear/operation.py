@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from attnops import BaseOperation, Call
+from attnops import BaseOperation, Call, Request
 from attnops_linear.binding import bind_linear
 from attnops_linear.chunks import linear_attention
+from attnops_linear.described import described
 from attnops_linear.masks import Tokens
 from attnops_linear.output import LinearOutput
 from attnops_linear.packed import step_linear
@@ -92,6 +93,10 @@ class LinearAttention(BaseOperation):
             self.prepare(query, key, value, scale=scale, return_state=return_state, mode=mode, **given)
         )
         return output
+
+    def described(self, sizes: Mapping[str, int], dtype: Any, mask: Any, options: Mapping[str, str]) -> Request:
+        """The request of a call that ``attnops explain`` describes; see `attnops_linear.described`."""
+        return described(self, sizes, dtype, mask, options)
 
     def bind(self, query: Any, key: Any, value: Any, **options: Any) -> Call:  # type: ignore[override]
         """The checked call of these arguments, with its request."""

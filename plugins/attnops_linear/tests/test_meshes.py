@@ -179,5 +179,8 @@ def test_the_metadatas_mesh_and_rules_shard_the_sequence() -> None:
     other = jax.make_mesh((3,), ("tokens",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
     found = jax.jit(LinearAttention(metadata.replace(mesh=other)))(*arrays).attention_outputs
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    with jax.set_mesh(other), pytest.raises(ValueError, match=re.escape("metadata.mesh has the axes {'tokens': 4}, but")):
+    with (
+        jax.set_mesh(other),
+        pytest.raises(ValueError, match=re.escape("metadata.mesh has the axes {'tokens': 4}, but")),
+    ):
         LinearAttention(metadata)(*arrays)

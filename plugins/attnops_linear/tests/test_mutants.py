@@ -101,7 +101,8 @@ MUTANTS = {
         "decay by channel, sums",
     ),
     "the first document has no initial state": Mutant(
-        "masks:_starts", "((0, 0), (1, 0)))\n    index", "((0, 0), (1, 0)), constant_values=True)\n    index", "documents"
+        "masks:_starts", "((0, 0), (1, 0)))\n    index", "((0, 0), (1, 0)), constant_values=True)\n    index",
+        "documents",
     ),
     "a document that begins with padding is missed": Mutant(
         "masks:_starts", "lax.cummax(index, axis=1)", "jnp.arange(T)[None] + 0 * index", "documents and padding"

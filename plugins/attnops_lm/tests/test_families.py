@@ -13,7 +13,7 @@ from attnops_lm.families import FAMILIES, config_from_hf, config_to_hf
 from attnops_lm.rotary import RotaryConfig
 from attnops_lm.testing import SIZES
 
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "full_attention_interval": 2}
 
 
 def config(family: str = "llama", **changes: Any) -> Config:

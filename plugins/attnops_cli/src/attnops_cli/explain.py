@@ -223,9 +223,7 @@ def _alternatives(request: Request, metadata: OperationMetadata) -> tuple[Candid
     return (explanation.chosen, *explanation.others)
 
 
-def _print_refusal(
-    request: Request, error: UnsupportedError, others: tuple[Candidate, ...], json: bool
-) -> None:
+def _print_refusal(request: Request, error: UnsupportedError, others: tuple[Candidate, ...], json: bool) -> None:
     sentence = str(error).partition("\n")[0].rstrip(":")
     if json:
         print_json(

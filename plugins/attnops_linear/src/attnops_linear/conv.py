@@ -171,7 +171,8 @@ class CausalConv1d(BaseOperation):
             **options: ``bias``, ``mask`` and ``mode`` of `__call__`.
 
         Raises:
-            ValueError: see `__call__`; or the cache has several layers, or no convolution; or see `LinearAttention.step`.
+            ValueError: see `__call__`; or the cache has several layers, or no convolution; or ``rows`` are refused
+                as `LinearAttention.step` says.
         """
         check_cache(cache)
         if cache.conv is None:

@@ -27,8 +27,8 @@ def described(
         sizes: B, T, H (value heads), K (key heads), D and Dv.
         dtype: of query, key and value.
         mask: of `LinearAttention.__call__`.
-        options: ``decay``, "none", "constant", "head" or "channel"; ``scale``, a number; ``beta``, ``initial_state`` and
-            ``return_state``, "yes" or "no".
+        options: ``decay``, "none", "constant", "head" or "channel"; ``scale``, a number; ``beta``, ``initial_state``
+            and ``return_state``, "yes" or "no".
 
     Raises:
         ValueError: an option has another name or value, or the arguments fit no implementation.

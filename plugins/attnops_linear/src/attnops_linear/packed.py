@@ -91,7 +91,7 @@ def step_linear(
     pieces = -(-jnp.maximum(runs.counts - 1, 0) // size)
     ends = jnp.cumsum(pieces)
 
-    def add(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(carry: tuple[Any, jax.Array, jax.Array]) -> tuple[Any, jax.Array, jax.Array]:
         piece, outputs, states = carry
         run = jnp.searchsorted(ends, piece, side="right")
         place = 1 + (piece - (ends - pieces)[run]) * size + jnp.arange(size)
@@ -107,7 +107,7 @@ def step_linear(
 def step_conv(
     operation: CausalConv1d, x: Any, weight: Any, cache: StateCache, rows: Any, options: dict[str, Any]
 ) -> tuple[jax.Array, StateCache]:
-    """The outputs of packed tokens, [1, N, C], and the cache after them: each run follows the last tokens of its row."""
+    """The outputs of packed tokens, [1, N, C], and the cache after them; a run follows the last tokens of its row."""
     call = operation.bind(x, weight, **{name: y for name, y in options.items() if name != "query_lengths"})
     x, weight = call.args
     assert cache.conv is not None

@@ -63,7 +63,9 @@ def run_on_shards(
     others = {name: x for name, x in options.items() if name not in arrays}
     specs = {name: spec(_AXES.get(name) or ("h" if x.ndim == 1 else "bth")) for name, x in arrays.items()}
     if is_explicit:
-        arrays = {name: jax.tree.map(lambda y, name=name: resharded(y, specs[name], mesh), x) for name, x in arrays.items()}
+        arrays = {
+            name: jax.tree.map(lambda y, name=name: resharded(y, specs[name], mesh), x) for name, x in arrays.items()
+        }
 
     def run(arrays: dict[str, Any]) -> tuple[jax.Array, ...]:
         if entries["t"]:
@@ -98,23 +100,26 @@ def over_sequence(function: Forward, arrays: dict[str, Any], others: Mapping[str
     state = arrays.get("initial_state")
     state = jnp.zeros((B, H, D, Dv), jnp.float32) if state is None else state.astype(jnp.float32)
     options = {name: x for name, x in others.items() if name != "return_state"} | given | {"return_state": True}
+    tokens: Tokens = given.get("mask", Tokens())
     wide = query.astype(jnp.float32)  # outputs of two parts, which are rounded once they are added
+    if tokens.is_token is not None:
+        wide = jnp.where(tokens.is_token[:, :, None, None], wide, 0)
     if "beta" in given:
         columns = jnp.zeros((B, T, H, D), value.dtype)
         unit = jnp.broadcast_to(jnp.eye(D, dtype=jnp.float32), (B, H, D, D))
         first = jnp.concatenate([jnp.zeros_like(state), unit], axis=-1)
         found = function(wide, key, jnp.concatenate([value, columns], axis=-1), initial_state=first, **options)
         own, through = jnp.split(found.attention_outputs, [Dv], axis=-1)
+        assert found.state is not None
         part = found.state
     else:
         found = function(wide, key, value, **options)
-        kept = _kept(given.get("decay"), given.get("mask") or Tokens(), (B, T, H))
+        kept = _kept(given.get("decay"), tokens, (B, T, H))
         scale = D**-0.5 if others.get("scale") is None else others["scale"]
         own, through = found.attention_outputs, jnp.repeat(wide * scale, H // K, axis=2) * kept
         last = jnp.broadcast_to(kept[:, -1, :, :], (B, H, D))
+        assert found.state is not None
         part = jnp.concatenate([found.state, last[..., None]], axis=-1)
-    if given.get("mask") is not None and given["mask"].is_token is not None:
-        through = jnp.where(given["mask"].is_token[:, :, None, None], through, 0)
     parts, state = equally_varying((lax.all_gather(part, axes), state))
 
     def advance(state: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:

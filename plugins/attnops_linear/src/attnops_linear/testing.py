@@ -155,6 +155,7 @@ _PLAIN: Final[dict[str, Any]] = {
     "batch": 2, "length": 1024, "key_heads": 4, "value_heads": 8, "head_dim": 128, "value_head_dim": 128,
     "dtypes": ("bfloat16",), "decay": "head", "beta": True, "options": frozenset({"decay", "beta"}),
 }  # fmt: skip
+_MASKED: Final = frozenset({"decay", "beta", "mask"})
 _ROWS: Final[dict[str, dict[str, Any]]] = {
     "gated delta rule: decays by head, beta": {},
     "KDA: decays by channel, beta": {"decay": "channel"},
@@ -168,8 +169,8 @@ _ROWS: Final[dict[str, dict[str, Any]]] = {
     "D 64, Dv 128": {"head_dim": 64},
     "D 256": {"head_dim": 256, "value_head_dim": 256},
     "odd lengths": {"length": 1023},
-    "documents (`Segments`)": {"mask_kinds": frozenset({"Segments"}), "options": frozenset({"decay", "beta", "mask"})},
-    "padding (`KeyPadding`)": {"mask_kinds": frozenset({"KeyPadding"}), "options": frozenset({"decay", "beta", "mask"})},
+    "documents (`Segments`)": {"mask_kinds": frozenset({"Segments"}), "options": _MASKED},
+    "padding (`KeyPadding`)": {"mask_kinds": frozenset({"KeyPadding"}), "options": _MASKED},
     "first and last states": {
         "initial_state": True, "return_state": True,
         "options": frozenset({"decay", "beta", "initial_state", "return_state"}),

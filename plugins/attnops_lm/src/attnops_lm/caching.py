@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -300,4 +300,4 @@ def _placed(create: Callable[..., LayerCache], shardings: dict[str, Any]) -> Lay
         raise ValueError(f"shardings has {sorted(shardings)}, but must have mesh and may have rules, an AxisRules")
     if create.func == StateCache.create:  # type: ignore[attr-defined]
         return jax.jit(create, out_shardings=NamedSharding(shardings["mesh"], PartitionSpec()))()
-    return sharded(create, **{"mesh" if name == "mesh" else "axis_rules": x for name, x in shardings.items()})
+    return sharded(cast(Callable[..., Cache], create), **{"mesh" if name == "mesh" else "axis_rules": x for name, x in shardings.items()})

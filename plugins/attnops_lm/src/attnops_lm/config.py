@@ -88,7 +88,9 @@ class Config:
         if missing := set(self.layer_types) - {kind for kind, _ in self.rotary} - {"linear_attention"}:
             raise ValueError(f"rotary has no entry for {sorted(missing)}, which layer_types has")
         if {"linear_attention"} == set(self.layer_types):
-            raise ValueError("layer_types has linear_attention alone, but one layer must have another: its cache counts tokens")
+            raise ValueError(
+                "layer_types has linear_attention alone, but one layer must have another: its cache counts tokens"
+            )
         if self.has_linear_layers and self.delta_rule is None:
             raise ValueError("delta_rule=None, but layer_types has linear_attention: give its sizes")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:

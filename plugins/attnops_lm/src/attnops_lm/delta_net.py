@@ -31,7 +31,9 @@ class GatedDeltaNet(nnx.Module):
         self.ba = Linear(M, 2 * H, dtype=dtype, rngs=rngs)
         taps = jax.random.normal(rngs.params(), (sizes.channels, 1, sizes.width), jnp.float32)
         self.conv = nnx.Param((taps * sizes.width**-0.5).astype(dtype))
-        self.log_rate = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (H,), minval=0.01, maxval=16)).astype(dtype))
+        self.log_rate = nnx.Param(
+            jnp.log(jax.random.uniform(rngs.params(), (H,), minval=0.01, maxval=16)).astype(dtype)
+        )
         self.rate_bias = nnx.Param(jnp.ones(H, dtype))
         self.norm = Norm(sizes.value_head_dim, config.replace(unit_offset=False), dtype=dtype)
         self.o = Linear(values, M, dtype=dtype, rngs=rngs)

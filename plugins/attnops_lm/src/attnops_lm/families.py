@@ -188,7 +188,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
         "layer_types": types,
         "activation": _activation(name, hf),
         "sliding_window": hf.get("sliding_window") if "sliding_attention" in types else None,
-        "rotary": tuple((kind, _rotary(hf, kind, values["head_dim"])) for kind in dict.fromkeys(types) if kind != "linear_attention"),
+        "rotary": tuple(
+            (kind, _rotary(hf, kind, values["head_dim"])) for kind in dict.fromkeys(types) if kind != "linear_attention"
+        ),
         "eos_token_ids": tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
     }
     return Config(**(values | FAMILIES[name].fields(hf)))

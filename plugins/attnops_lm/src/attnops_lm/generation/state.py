@@ -47,7 +47,9 @@ class GenerationRows:
     steps: jax.Array
 
     @classmethod
-    def create(cls, caches: tuple[LayerCache, ...], tokens: ArrayLike, lengths: ArrayLike, key: jax.Array | None) -> Self:
+    def create(
+        cls, caches: tuple[LayerCache, ...], tokens: ArrayLike, lengths: ArrayLike, key: jax.Array | None
+    ) -> Self:
         """Rows before the first step. ``key`` is one for all rows or one per row; None if no tokens are drawn."""
         return cls(caches, *_first(tokens, lengths, key))
 

@@ -14,10 +14,10 @@ from attnops.sharding import create_mesh
 from attnops_caches import Rows
 from attnops_lm import CausalLM
 from attnops_lm.families import config_from_hf, config_to_hf
-from attnops_lm.serve import Engine
-from attnops_lm.testing import Characters, small
+from attnops_lm.serve import Engine, Request
+from attnops_lm.testing import SIZES, Characters, small
 
-IDS = jnp.asarray(np.random.default_rng(0).integers(3, 90, (2, 12)), jnp.int32)
+IDS = np.random.default_rng(0).integers(3, 90, (2, 12)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_calls_over_caches_are_one_call(model: CausalLM) -> None:
     found = []
     for part, real in ((slice(0, 5), 5), (slice(5, 11), 6), (slice(11, 12), 1)):
         # Tokens after the real ones change nothing.
-        given = jnp.pad(IDS[:, part], ((0, 0), (0, 2)), constant_values=7)
+        given = np.pad(IDS[:, part], ((0, 0), (0, 2)), constant_values=7)
         out = call(model, given, past_key_values=caches, query_lengths=jnp.full(2, real))
         caches, found = out.past_key_values, [*found, out.logits[:, :real]]
     logits = jnp.concatenate(found, axis=1)
@@ -46,11 +46,11 @@ def test_calls_over_caches_are_one_call(model: CausalLM) -> None:
 def test_packed_rows_are_their_rows(model: CausalLM) -> None:
     expected = call(model, IDS).logits
     caches = model.init_cache(2, 16)
-    first = jnp.concatenate([IDS[1, :9], IDS[0, :1]])[None]
+    first = np.concatenate([IDS[1, :9], IDS[0, :1]])[None]
     out = call(model, first, past_key_values=caches, rows=Rows(np.array([0, 9, 10]), np.array([1, 0])))
     close(out.logits[0, :9], expected[1, :9])
     close(out.logits[0, 9:], expected[0, :1])
-    second = jnp.concatenate([IDS[1, 9:10], IDS[0, 1:]])[None]
+    second = np.concatenate([IDS[1, 9:10], IDS[0, 1:]])[None]
     rows = Rows(np.array([0, 1, 12]), np.array([1, 0]))
     out = call(model, second, past_key_values=out.past_key_values, rows=rows)
     close(out.logits[0, 1:], expected[0, 1:])
@@ -90,15 +90,29 @@ def test_a_sharded_model_and_one_with_lora(model: CausalLM) -> None:
     assert "lora_a" in str(tuned.layers[0].attention)
 
 
-def test_what_states_cannot_do_is_refused(model: CausalLM) -> None:
+@pytest.mark.slow
+def test_requests_of_a_server_that_join_leave_and_are_preempted(model: CausalLM) -> None:
+    prompts = [IDS[0].tolist(), IDS[1, :5].tolist(), IDS[0, :7].tolist(), IDS[1].tolist()]
+    expected = [row.tolist() for row in model.generate(prompts, max_new_tokens=9).tokens]
+    # Two rows and too few pages for both: a row gets another request, and one is computed again.
+    engine = Engine(model, Characters(), rows=2, pages=8, page_size=4, max_length=24, chunks=[8])
+    requests = [Request(list(prompt), 9) for prompt in prompts]
+    engine.submit(*requests)
+    while engine.step():
+        pass
+    assert [request.tokens[request.prompt_length :] for request in requests] == expected
+    assert engine.counts["preempted"] >= 1
+    assert engine.counts["shared"] == 0
+
+
+def test_what_states_cannot_do_is_refused() -> None:
+    model = CausalLM.lazy_init(config_from_hf({"model_type": "qwen3_next", "full_attention_interval": 2} | SIZES))
     for options, text in (
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3, but the states of linear layers can't"),
         ({"num_beams": 2, "cache_implementation": "paged"}, "num_beams=2 and cache_implementation='paged', but beams"),
     ):
         with pytest.raises(ValueError, match=re.escape(text)):
-            model.generate(np.asarray(IDS), max_new_tokens=3, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="has linear layers, whose states rows can't share by page"):
-        Engine(model, Characters(), rows=2, pages=8, page_size=4, max_length=16, chunks=[8])
+            model.generate(IDS, max_new_tokens=3, **options)  # type: ignore[arg-type]
     hf = config_to_hf(model.config)
     for changes, text in (
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2, but every layer must have experts"),

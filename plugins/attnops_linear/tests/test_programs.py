@@ -78,7 +78,7 @@ def test_steps_are_exported_for_any_batch() -> None:
 
 
 @pytest.mark.parametrize("T", [1, 3])
-@pytest.mark.parametrize("layers", [None, 3])
+@pytest.mark.parametrize("layers", [None, 6])
 def test_steps_update_donated_states_in_place(T: int, layers: int | None) -> None:
     B, D = 8, 64
     given = arrays(T, B, D=D, Dv=D)
@@ -94,16 +94,18 @@ def test_steps_update_donated_states_in_place(T: int, layers: int | None) -> Non
         def step(cache: StateCache, _: Any) -> Any:
             if layers is None:
                 return one(cache)[::-1]
-            outputs = []
-            for layer in range(layers):
-                output, new = one(cache.layer(layer))
-                cache, outputs = cache.with_layer(layer, new), [*outputs, output]
-            return cache, outputs
+
+            def at(layer: Any, carry: Any) -> Any:
+                output, new = one(carry[0].layer(layer))
+                return carry[0].with_layer(layer, new), output
+
+            return jax.lax.fori_loop(0, layers, at, (cache, (0.0, 0.0)))
 
         return jax.lax.scan(step, cache, length=count)
 
     program = jax.jit(steps, static_argnums=1, donate_argnums=0).lower(cache, 3)
-    check_memory(program, cache, cache.state.nbytes // (4 * (layers or 1)))
+    # One layer is updated in place; of several, one is copied out and back.
+    check_memory(program, cache, cache.state.nbytes // 4 if layers is None else cache.state.nbytes // layers * 5 // 2)
 
 
 def test_packed_steps_update_donated_states() -> None:

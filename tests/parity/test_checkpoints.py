@@ -37,6 +37,9 @@ QWEN3_NEXT = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
+BAMBA = {
+    "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8,
+}  # fmt: skip
 # The family, the config class in transformers, and what differs from `SMALL`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "LlamaConfig", {}),
@@ -51,6 +54,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", "Gemma3TextConfig", {"query_pre_attn_scalar": 24, **WINDOW}),
     "gpt_oss": ("gpt_oss", "GptOssConfig", GPT_OSS),
     "qwen3_next": ("qwen3_next", "Qwen3NextConfig", QWEN3_NEXT),
+    "bamba": ("bamba", "BambaConfig", BAMBA),
+    "bamba, without a bias": ("bamba", "BambaConfig", BAMBA | {"mamba_conv_bias": False, "mamba_n_groups": 1}),
     "qwen3_next, weights as they are": ("qwen3_next", "Qwen3NextConfig", QWEN3_NEXT | {"norm_topk_prob": False}),
 }
 
@@ -108,16 +113,18 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, batch: tupl
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields_that_are_left_out_have_the_defaults_of_transformers(family: str) -> None:
-    theirs = transformers.CONFIG_MAPPING[family](num_hidden_layers=30).to_dict()
+    more = {"attn_layer_indices": [9]} if family == "bamba" else {}
+    theirs = transformers.CONFIG_MAPPING[family](num_hidden_layers=30, **more).to_dict()
     given = {name: theirs[name] for name in SIZES.values() if name in theirs and name != "tie_word_embeddings"}
-    left_out = given | {name: theirs[name] for name in ("model_type", "eos_token_id")}
+    left_out = given | more | {name: theirs[name] for name in ("model_type", "eos_token_id")}
     if family == "gpt_oss":
         left_out |= {name: theirs[name] for name in ("num_local_experts", "num_experts_per_tok")}
     assert config_from_hf(left_out) == config_from_hf(theirs)
 
 
-def test_gradients_of_linear_layers_are_those_of_transformers(batch: tuple[np.ndarray, np.ndarray]) -> None:
-    reference = torch_model("Qwen3NextConfig", QWEN3_NEXT)
+@pytest.mark.parametrize("case", ["qwen3_next", "bamba"])
+def test_gradients_of_linear_layers_are_those_of_transformers(case: str, batch: tuple[np.ndarray, np.ndarray]) -> None:
+    reference = torch_model(*CASES[case][1:])
     ids, mask = batch
     weight = np.random.default_rng(1).normal(size=(2, T, 96)).astype(np.float32) * mask[:, :, None]
     positions = np.maximum(mask.cumsum(1) - 1, 0)

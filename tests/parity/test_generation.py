@@ -58,9 +58,12 @@ def test_tokens_and_scores_are_those_of_transformers(models: tuple[CausalLM, Any
         np.testing.assert_allclose(own.scores, theirs.sequences_scores.numpy(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_layers_with_states_generate_the_tokens_of_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
-    model = small("qwen3_next", num_hidden_layers=4)
+def test_layers_with_states_generate_the_tokens_of_transformers(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    model = small(family, num_hidden_layers=4)
     model.save_pretrained(tmp_path)
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     mask = np.ones(PROMPTS.shape, np.int64)

@@ -279,7 +279,7 @@ def _empty(
 
 def _states(config: Config, batch: int, dtype: Any) -> Callable[[], StateCache]:
     """The function that creates the cache of a linear layer."""
-    sizes = config.delta_rule
+    sizes = config.linear
     assert sizes is not None
     return functools.partial(
         StateCache.create, batch=batch, heads=sizes.value_heads, head_dim=sizes.head_dim,

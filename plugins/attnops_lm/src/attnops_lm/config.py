@@ -25,19 +25,27 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeltaRule:
-    """The sizes of linear layers with a gated delta rule, as in Qwen3-Next."""
+class LinearSizes:
+    """The rule and the sizes of linear layers: a gated delta rule, as in Qwen3-Next, or Mamba-2, as in Bamba."""
 
-    key_heads: int  # a divisor of value_heads
+    rule: Literal["delta", "mamba2"]
+    key_heads: int  # a divisor of value_heads; Mamba-2's groups
     value_heads: int
     head_dim: int  # of queries and keys
     value_head_dim: int
     width: int  # of the convolution, in tokens
+    bias: bool = False  # of Mamba-2's projections
+    conv_bias: bool = False
+
+    @property
+    def values(self) -> int:
+        """The features of all values."""
+        return self.value_heads * self.value_head_dim
 
     @property
     def channels(self) -> int:
         """The channels of the convolution: all of queries, keys and values."""
-        return 2 * self.key_heads * self.head_dim + self.value_heads * self.value_head_dim
+        return 2 * self.key_heads * self.head_dim + self.values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,7 @@ class Config:
     post_norms: bool = False  # the outputs of attention and MLP are normalised too
     embedding_scale: float = 1.0
     experts: Experts | None = None
-    delta_rule: DeltaRule | None = None  # of linear layers
+    linear: LinearSizes | None = None  # of linear layers
     attention_gate: bool = False  # attention's outputs are multiplied by a sigmoid of the input
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -91,8 +99,8 @@ class Config:
             raise ValueError(
                 "layer_types has linear_attention alone, but one layer must have another: its cache counts tokens"
             )
-        if self.has_linear_layers and self.delta_rule is None:
-            raise ValueError("delta_rule=None, but layer_types has linear_attention: give its sizes")
+        if self.has_linear_layers and self.linear is None:
+            raise ValueError("linear=None, but layer_types has linear_attention: give its sizes")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("sliding_window=None, but layer_types has sliding_attention: give the window's tokens")
 

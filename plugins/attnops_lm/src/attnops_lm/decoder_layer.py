@@ -12,17 +12,19 @@ from attnops.masks import Mask
 from attnops_caches import Rows
 from attnops_lm.caching import LayerCache
 from attnops_lm.config import Config
-from attnops_lm.delta_net import GatedDeltaNet
 from attnops_lm.layers import MLP, Attention, MixtureOfExperts, Norm, SharedExperts, Tables
+from attnops_lm.linear_layers import GatedDeltaNet, LinearLayer, Mamba2
 
 
 class DecoderLayer(nnx.Module):
     """Attention or a linear layer, and an MLP or experts, each with a norm before it and a residual connection."""
 
     def __init__(self, config: Config, layer: int, operation: OperationImpl, *, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.attention: Attention | GatedDeltaNet
+        self.attention: Attention | LinearLayer
         if config.layer_types[layer] == "linear_attention":
-            self.attention = GatedDeltaNet(config, operation.metadata, dtype=dtype, rngs=rngs)
+            assert config.linear is not None
+            rule = GatedDeltaNet if config.linear.rule == "delta" else Mamba2
+            self.attention = rule(config, operation.metadata, dtype=dtype, rngs=rngs)
         else:
             self.attention = Attention(config, layer, operation, dtype=dtype, rngs=rngs)
         self.mlp: MLP | MixtureOfExperts | SharedExperts

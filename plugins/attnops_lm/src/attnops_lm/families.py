@@ -7,12 +7,13 @@ fields that all families share.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from attnops_lm.config import Config, DeltaRule, Experts, LayerType
+from attnops_lm.config import Config, Experts, LayerType, LinearSizes
 from attnops_lm.rotary import SCALINGS, RotaryConfig, RotaryScaling
 
 # The fields of sizes, from our names to Hugging Face's.
@@ -119,16 +120,46 @@ def _qwen3_next(hf: Mapping[str, Any]) -> dict[str, Any]:
         "attention_gate": True,
         "intermediate_size": hf["moe_intermediate_size"],
         "experts": Experts(**{ours: hf[theirs] for ours, theirs in _SHARED_EXPERTS.items()}),
-        "delta_rule": DeltaRule(**{ours: hf[theirs] for ours, theirs in _DELTA_RULE.items()}),
+        "linear": LinearSizes(rule="delta", **{ours: hf[theirs] for ours, theirs in _DELTA_RULE.items()}),
     }
 
 
 def _qwen3_next_to_hf(config: Config) -> dict[str, Any]:
-    sizes = {theirs: getattr(config.delta_rule, ours) for ours, theirs in _DELTA_RULE.items()}
+    sizes = {theirs: getattr(config.linear, ours) for ours, theirs in _DELTA_RULE.items()}
     experts = {theirs: getattr(config.experts, ours) for ours, theirs in _SHARED_EXPERTS.items()}
     return {"attention_bias": config.qkv_bias, "moe_intermediate_size": config.intermediate_size} | sizes | experts
 
 
+_MAMBA = {
+    "value_heads": "mamba_n_heads", "key_heads": "mamba_n_groups", "head_dim": "mamba_d_state", "width": "mamba_d_conv",
+    "bias": "mamba_proj_bias", "conv_bias": "mamba_conv_bias",
+}  # fmt: skip
+
+
+def _bamba(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if (limit := tuple(hf.get("time_step_limit") or (0.0, math.inf))) != (0.0, math.inf):
+        raise ValueError(f"time_step_limit={limit} must be (0, inf): steps here have no limits")
+    sizes = {ours: hf[theirs] for ours, theirs in _MAMBA.items()}
+    values = hf["mamba_expand"] * hf["hidden_size"]
+    sizes["value_head_dim"] = values // sizes["value_heads"]
+    return _llama(hf) | {"linear": LinearSizes(rule="mamba2", **sizes)}
+
+
+def _bamba_to_hf(config: Config) -> dict[str, Any]:
+    assert config.linear is not None
+    expand, rest = divmod(config.linear.values, config.hidden_size)
+    if rest:
+        raise ValueError(f"Mamba-2 has {config.linear.values} values, but needs a multiple of {config.hidden_size}")
+    attention = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    sizes = {theirs: getattr(config.linear, ours) for ours, theirs in _MAMBA.items()}
+    more = {"mamba_expand": expand, "mamba_d_head": config.linear.value_head_dim, "attn_layer_indices": attention}
+    return {"attention_bias": config.qkv_bias} | sizes | more
+
+
+_BAMBA = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_proj_bias": False,
+    "mamba_conv_bias": True, "mamba_expand": 2, "partial_rotary_factor": 0.5,
+}  # fmt: skip
 _QWEN3_NEXT = {
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10, "shared_expert_intermediate_size": 512,
@@ -159,6 +190,7 @@ FAMILIES: dict[str, Family] = {
         {**_GEMMA, "rope_theta": 1e6, "rope_local_base_freq": 1e4}, "hidden_activation",
     ),
     "qwen3_next": Family("Qwen3NextForCausalLM", _qwen3_next, _qwen3_next_to_hf, _QWEN3_NEXT),
+    "bamba": Family("BambaForCausalLM", _bamba, _bamba_to_hf, _BAMBA),
     "gpt_oss": Family("GptOssForCausalLM", _gpt_oss, _gpt_oss_to_hf, _GPT_OSS),
 }  # fmt: skip
 
@@ -219,7 +251,7 @@ def _layer_types(name: str, hf: Mapping[str, Any]) -> tuple[LayerType, ...]:
     default, given = _default_layer_types(name, hf), tuple(hf.get("layer_types") or ())
     if not given:
         return default
-    if name in ("llama", "mistral") and given != default:
+    if name in ("bamba", "llama", "mistral") and given != default:
         raise ValueError(f"layer_types={given} must be {default} for {name}, or left out")
     if name in ("qwen2", "qwen3") and "sliding_attention" in given and not hf.get("use_sliding_window"):
         raise ValueError(f"layer_types={given} has windows, but use_sliding_window is not true: change one of them")
@@ -233,6 +265,9 @@ def _default_layer_types(name: str, hf: Mapping[str, Any]) -> tuple[LayerType, .
     if name in ("qwen2", "qwen3") and hf.get("use_sliding_window"):
         first = hf["max_window_layers"]
         return tuple("sliding_attention" if i >= first else "full_attention" for i in range(count))
+    if name == "bamba":
+        attention = hf.get("attn_layer_indices") or ()
+        return tuple("full_attention" if i in attention else "linear_attention" for i in range(count))
     if name == "qwen3_next":
         every = hf["full_attention_interval"]
         return tuple("linear_attention" if (i + 1) % every else "full_attention" for i in range(count))
@@ -265,7 +300,8 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         family.activation: "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else "silu",
         "eos_token_id": list(config.eos_token_ids) or None,
     }
-    if config.family not in ("llama", "mistral"):  # with layer_types, transformers reads mistral as ministral
+    # With layer_types, transformers reads mistral as ministral; bamba's are computed.
+    if config.family not in ("bamba", "llama", "mistral"):
         hf["layer_types"] = list(config.layer_types)
     if config.sliding_window is not None:
         hf |= {"sliding_window": config.sliding_window, "use_sliding_window": True}
@@ -338,22 +374,30 @@ def weights(config: Config, *, lm_head: bool = True) -> Iterator[Weight]:
     yield Weight("embed", "model.embed_tokens.weight")
     for i in range(config.num_layers):
         yield from _layer(config, i, f"layers.{i}", f"model.layers.{i}")
-    yield Weight("norm.scale", "model.norm.weight")
+    yield Weight("norm.scale", "model.final_layernorm.weight" if config.family == "bamba" else "model.norm.weight")
     if lm_head and not config.tie_word_embeddings:
         yield Weight("head.kernel", "lm_head.weight", swapped=True)
 
 
-def _linear_layer(ours: str, theirs: str) -> Iterator[Weight]:
-    for name, their_name in (("qkvz", "in_proj_qkvz"), ("ba", "in_proj_ba"), ("o", "out_proj")):
+def _linear_layer(config: Config, ours: str, theirs: str) -> Iterator[Weight]:
+    assert config.linear is not None
+    is_mamba = config.linear.rule == "mamba2"
+    theirs = f"{theirs}.{'mamba' if is_mamba else 'linear_attn'}"
+    kernels = {"inputs": "in_proj"} if is_mamba else {"qkvz": "in_proj_qkvz", "ba": "in_proj_ba"}
+    for name, their_name in (kernels | {"o": "out_proj"}).items():
         yield Weight(f"{ours}.{name}.kernel", f"{theirs}.{their_name}.weight", swapped=True)
-    names = {"conv": "conv1d.weight", "log_rate": "A_log", "rate_bias": "dt_bias", "norm.scale": "norm.weight"}
+        if config.linear.bias:
+            yield Weight(f"{ours}.{name}.bias", f"{theirs}.{their_name}.bias")
+    names = {"conv": "conv1d.weight", "log_rate": "A_log", "step_bias": "dt_bias"}
+    names |= {"skip": "D", "scale": "norm.weight"} if is_mamba else {"norm.scale": "norm.weight"}
+    names |= {"conv_bias": "conv1d.bias"} if config.linear.conv_bias else {}
     for name, their_name in names.items():
         yield Weight(f"{ours}.{name}", f"{theirs}.{their_name}")
 
 
 def _layer(config: Config, layer: int, ours: str, theirs: str) -> Iterator[Weight]:
     if config.layer_types[layer] == "linear_attention":
-        yield from _linear_layer(f"{ours}.attention", f"{theirs}.linear_attn")
+        yield from _linear_layer(config, f"{ours}.attention", theirs)
     for name in "qkvo" if config.layer_types[layer] != "linear_attention" else "":
         yield Weight(f"{ours}.attention.{name}.kernel", f"{theirs}.self_attn.{name}_proj.weight", swapped=True)
         if config.output_bias if name == "o" else config.qkv_bias:
@@ -369,10 +413,12 @@ def _layer(config: Config, layer: int, ours: str, theirs: str) -> Iterator[Weigh
         yield Weight(f"{ours}.mlp_norm.scale", f"{theirs}.pre_feedforward_layernorm.weight")
         yield Weight(f"{ours}.mlp_post_norm.scale", f"{theirs}.post_feedforward_layernorm.weight")
     else:
-        yield Weight(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight")
+        name = "pre_ff_layernorm" if config.family == "bamba" else "post_attention_layernorm"
+        yield Weight(f"{ours}.mlp_norm.scale", f"{theirs}.{name}.weight")
     if config.experts is None:
+        mlp = "feed_forward" if config.family == "bamba" else "mlp"
         for name in ("gate", "up", "down"):
-            yield Weight(f"{ours}.mlp.{name}.kernel", f"{theirs}.mlp.{name}_proj.weight", swapped=True)
+            yield Weight(f"{ours}.mlp.{name}.kernel", f"{theirs}.{mlp}.{name}_proj.weight", swapped=True)
         return
     if config.experts.shared_size is not None:
         yield from _shared_experts(config.experts.count, f"{ours}.mlp", f"{theirs}.mlp")

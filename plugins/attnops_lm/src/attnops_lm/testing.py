@@ -25,6 +25,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     },
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8},
 }  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def small(family: str = "llama", operation: str = "flash", seed: int = 0, **chan
 
     Args:
         family: "llama"; "mistral", with a window of 8 in every layer; "gemma2", with one in every other layer;
-            "gpt_oss", with sinks; or "qwen3_next", with a gated delta rule in every other layer.
+            "gpt_oss", with sinks; "qwen3_next" or "bamba", with a gated delta rule or Mamba-2 in the
+            first layer.
         operation: the name of the attention operation.
         seed: the seed of the weights.
         **changes: fields of a Hugging Face config.

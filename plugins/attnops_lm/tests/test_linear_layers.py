@@ -84,6 +84,8 @@ def test_a_sharded_model_and_one_with_lora(model: CausalLM) -> None:
         assert sharded.layers[0].mlp.gate_up[...].sharding.shard_shape((4, 32, 48)) == (2, 32, 24)
     close(call(sharded, IDS).logits, expected)
     caches = sharded.init_cache(2, 16)
+    state: Any = caches[0].state
+    assert state.sharding.shard_shape(state.shape)[:2] == (1, 2)
     close(call(sharded, IDS, past_key_values=caches).logits, expected)
     tuned = model.apply_lora_to_layers(4, r"attention\.(qkvz|inputs|o)$")
     close(call(tuned, IDS).logits, expected)

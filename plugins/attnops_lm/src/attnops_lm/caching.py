@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from attnops import OperationMetadata
+from attnops.sharding import BATCH, HEAD, MODE_DECODE, AxisRules, correct_spec
 from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache, pages_that_fit, sharded
 from attnops_linear import StateCache
 from attnops_lm.config import Config
@@ -79,7 +80,7 @@ class Caching:
         codec: Quantized | None = None,
         max_append: int | None = None,
     ) -> tuple[LayerCache, ...]:
-        """Empty caches, one per layer; that of a linear layer is a `StateCache`, on a mesh on every device.
+        """Empty caches, one per layer; that of a linear layer is a `StateCache`.
 
         Args:
             batch_size: B, the rows.
@@ -298,6 +299,13 @@ def _compiled_empty(*given: Any) -> tuple[LayerCache, ...]:
 def _placed(create: Callable[..., LayerCache], shardings: dict[str, Any]) -> LayerCache:
     if "mesh" not in shardings or set(shardings) - {"mesh", "rules"}:
         raise ValueError(f"shardings has {sorted(shardings)}, but must have mesh and may have rules, an AxisRules")
-    if create.func == StateCache.create:  # type: ignore[attr-defined]
-        return jax.jit(create, out_shardings=NamedSharding(shardings["mesh"], PartitionSpec()))()
-    return sharded(cast(Callable[..., Cache], create), **{"mesh" if name == "mesh" else "axis_rules": x for name, x in shardings.items()})
+    mesh, rules = shardings["mesh"], shardings.get("rules", AxisRules())
+    if create.func != StateCache.create:  # type: ignore[attr-defined]
+        return sharded(cast(Callable[..., Cache], create), mesh=mesh, axis_rules=rules)
+    batch, heads = rules.spec([BATCH, HEAD], mode=MODE_DECODE)
+
+    def placement(x: jax.ShapeDtypeStruct) -> NamedSharding:
+        spec = PartitionSpec(batch, heads) if x.ndim == 4 else PartitionSpec(batch)
+        return NamedSharding(mesh, correct_spec(spec, x.shape, mesh))
+
+    return jax.jit(create, out_shardings=jax.tree.map(placement, jax.eval_shape(create)))()

@@ -214,7 +214,8 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
                 segment_ids: integers [B, T], documents that are packed into a row; only without caches.
                 past_key_values: one cache per layer; the T tokens are appended, and attend to all tokens that it holds.
                 query_lengths: integers [B]: the first ``query_lengths[b]`` tokens of row b are real; only with caches.
-                rows: an `attnops_caches.Rows`, if tokens of several rows of the caches are packed in one row.
+                rows: an `attnops_caches.Rows`, if tokens of several rows of the caches are packed in one row;
+                    with linear layers, rows without left padding.
                 mask: a mask that hides more keys, such as `attnops.masks.Ancestors` for drafted trees.
 
         Memory: logits are float32, B · T · V · 4 bytes without ``logits_at``.

@@ -55,8 +55,8 @@ class Engine:
             pages.
         chunks: sizes of packed steps, each larger than R; the largest is N.
         max_waiting: the most requests that wait; further ones raise `QueueFullError`.
-        prefix_sharing: whether requests with the same first tokens share the pages of these tokens; those of a model with
-            linear layers never do, whose states are not in pages.
+        prefix_sharing: whether requests with the same first tokens share the pages of these tokens; if the model has
+            linear layers, whose states are not in pages, they never do.
         codec: how keys and values are quantised; None: they are not.
 
     Raises:

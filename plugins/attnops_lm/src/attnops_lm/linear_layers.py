@@ -53,12 +53,17 @@ class LinearLayer(nnx.Module):
         return jax.nn.silu(found.outputs), cache
 
     def recurred(
-        self, arrays: tuple[jax.Array, ...], cache: StateCache | None, given: dict[str, Any], **options: Any
+        self,
+        arrays: tuple[jax.Array, jax.Array, jax.Array],
+        cache: StateCache | None,
+        given: dict[str, Any],
+        **options: Any,
     ) -> tuple[jax.Array, StateCache | None]:
         """The outputs [B, T, Hv, Dv] of the recurrence, and the cache after the tokens."""
         if cache is None:
             return self.operation(*arrays, mask=given["mask"], **options).attention_outputs, None
-        output, cache = self.operation.step(*arrays, cache, **given, **options)
+        query, key, value = arrays
+        output, cache = self.operation.step(query, key, value, cache, **given, **options)
         return output.attention_outputs, cache
 
     def steps(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

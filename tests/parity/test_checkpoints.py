@@ -33,7 +33,10 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN | {"truncate": False}, **WINDOW}
+# The delta rule's outputs are normalised. Where a query is nearly orthogonal to the keys they are near 0, and a small eps
+# makes float32's errors large, those of transformers too.
 QWEN3_NEXT = {
+    "rms_norm_eps": 1e-2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
@@ -144,7 +147,8 @@ def test_gradients_of_linear_layers_are_those_of_transformers(case: str, batch: 
     assert set(found) == set(expected)
     for path, x in expected.items():
         assert np.abs(x).max() > 0, path
-        np.testing.assert_allclose(found[path], x, atol=2e-5 * np.abs(x).max(), err_msg=path)
+        # transformers' in float32 are up to 2.1e-5 off those in float64.
+        np.testing.assert_allclose(found[path], x, atol=5e-5 * np.abs(x).max(), err_msg=path)
 
 
 def test_every_family_has_a_case() -> None:

@@ -47,6 +47,11 @@ def test_what_is_not_computed_is_refused(family: str, changes: dict[str, Any], t
         config(family, **changes)
 
 
+def test_an_infinite_limit_is_read_as_transformers_writes_it() -> None:
+    read = config("bamba", time_step_limit=[0.0, {"__float__": "Infinity"}])
+    assert read == config("bamba")
+
+
 def test_the_activation_is_that_of_the_config_in_every_family() -> None:
     assert config(hidden_act="gelu_pytorch_tanh").activation == "gelu_tanh"
     assert config("gemma2", hidden_activation="silu").activation == "silu"

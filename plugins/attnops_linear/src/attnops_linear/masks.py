@@ -47,7 +47,7 @@ def bind_mask(mask: object, B: int, T: int) -> tuple[frozenset[str], Tokens]:
     """
     if mask is None:
         return frozenset(), Tokens()
-    parts = _parts(mask)
+    parts = parts_of(mask)
     is_token: jax.Array | None = None
     ids: list[jax.Array] = []
     for part in parts:
@@ -64,10 +64,10 @@ def bind_mask(mask: object, B: int, T: int) -> tuple[frozenset[str], Tokens]:
     return kinds, Tokens(is_token, _starts(ids, is_token) if ids and T else None)
 
 
-def _parts(mask: object) -> list[Segments | KeyPadding]:
+def parts_of(mask: object) -> list[Segments | KeyPadding]:
     """The operands of a mask's ``&``."""
     if isinstance(mask, And):
-        return [*_parts(mask.left), *_parts(mask.right)]
+        return [*parts_of(mask.left), *parts_of(mask.right)]
     if not isinstance(mask, Segments | KeyPadding):
         shown = f"an array of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else repr(mask)
         raise ValueError(f"mask is {shown}, but {_RULE}")

@@ -103,6 +103,7 @@ PROBLEMS: Final[dict[str, Problem]] = {
     **{f"T = {T}": problem(T, decay="channel" if T % 2 else "head") for T in (1, 2, 5, 16, 63, 64, 65, 128, 130)},
     "decays of zero, -1e4, -150 and -inf": problem(decays=_STRONG),
     "decays of zero, -1e4, -150 and -inf by channel": problem(decay="channel", decays=_STRONG),
+    "decays of -20 and -150 by channel": problem(decay="channel", decays=(-20.0, -150.0)),
     "betas of 0, 1 and 2": problem(betas=(0.0, 1.0, 2.0)),
     "documents": problem(mask=documents),
     "documents by channel": problem(decay="channel", mask=documents),

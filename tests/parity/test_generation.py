@@ -58,6 +58,26 @@ def test_tokens_and_scores_are_those_of_transformers(models: tuple[CausalLM, Any
         np.testing.assert_allclose(own.scores, theirs.sequences_scores.numpy(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_layers_with_states_generate_the_tokens_of_transformers(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    model = small(family, num_hidden_layers=4)
+    model.save_pretrained(tmp_path)
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    mask = np.ones(PROMPTS.shape, np.int64)
+    mask[1, :4] = 0  # left padding
+    own = model.generate(PROMPTS, attention_mask=mask, max_new_tokens=NEW, eos_token_id=ENDS, chunk=4, **options)
+    theirs = other.generate(
+        torch.from_numpy(PROMPTS), attention_mask=torch.from_numpy(mask), max_new_tokens=NEW, eos_token_id=list(ENDS),
+        pad_token_id=95, do_sample=False, **options,
+    ).numpy()[:, PROMPTS.shape[1] :]  # fmt: skip
+    for row, length, wanted in zip(own.tokens, own.lengths, theirs, strict=True):
+        assert row[:length].tolist() == wanted[:length].tolist()
+        assert (wanted[length:] == 95).all()
+
+
 @pytest.mark.parametrize(
     ("temperature", "k", "p", "least"), [(0.7, 20, 0.9, 0.05), (1.5, 0, 0.5, 0.0), (1.0, 50, 1.0, 0.1)]
 )

@@ -14,10 +14,11 @@ from attnops_lm.rotary import RotaryConfig
 from attnops_lm.testing import SIZES
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {"full_attention_interval": 2, "attn_layer_indices": [1], "mamba_n_heads": 4}
 
 
 def config(family: str = "llama", **changes: Any) -> Config:
-    return config_from_hf({"model_type": family, **SIZES, **EXPERTS, **changes})
+    return config_from_hf({"model_type": family, **SIZES, **EXPERTS, **LINEAR, **changes})
 
 
 @pytest.mark.parametrize(
@@ -36,12 +37,19 @@ def config(family: str = "llama", **changes: Any) -> Config:
         ),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "must be ('sliding_attention',"),
         ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "but use_sliding_window is not true"),
+        ("bamba", {"time_step_limit": [0.0, 1.0]}, "time_step_limit=(0.0, 1.0) must be (0, inf)"),
+        ("bamba", {"layer_types": ["full_attention"] * 2}, "must be ('linear_attention', 'full_attention') for bamba"),
         ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' must be one of"),
     ],
 )
 def test_what_is_not_computed_is_refused(family: str, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         config(family, **changes)
+
+
+def test_an_infinite_limit_is_read_as_transformers_writes_it() -> None:
+    read = config("bamba", time_step_limit=[0.0, {"__float__": "Infinity"}])
+    assert read == config("bamba")
 
 
 def test_the_activation_is_that_of_the_config_in_every_family() -> None:

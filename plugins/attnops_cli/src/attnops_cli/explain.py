@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from attnops.dispatch.explain import Explanation, explain
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.platforms import find_platform
 from attnops.dispatch.ranking import Candidate
 from attnops.dispatch.registry import OperationRegistry
 from attnops.dispatch.request import AttentionRequest, Request
@@ -25,7 +26,7 @@ from attnops_cli.installed import FOR_PLATFORM
 from attnops_cli.masks import parse_mask, parse_shape
 from attnops_cli.noise import find_devices
 from attnops_cli.output import fail, print_json, print_text
-from attnops_cli.sources import MakeSource, made_source
+from attnops_cli.sources import MakeSource, made_source, parse_options
 
 
 # A parameter for each option of the command line, which typer reads from the signature.
@@ -69,6 +70,9 @@ def command(
     source_options: Annotated[
         str | None, typer.Option(help="Options of the source, separated by commas: page_size=32,codec=int8.")
     ] = None,
+    options: Annotated[
+        str | None, typer.Option(help="Options of an operation that isn't attention: decay=channel,beta=yes.")
+    ] = None,
     mesh: Annotated[
         str | None, typer.Option(help="dp=4,tp=2: the axes of a mesh; prints the partition specs of the call.")
     ] = None,
@@ -76,7 +80,7 @@ def command(
     strict: Annotated[bool, typer.Option("--strict", help="Refuse rather than run the native forward.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, with every field.")] = False,
 ) -> None:
-    """Say what would run a call of attention and, for each other implementation, every reason why it can't.
+    """Say what would run a call of an operation and, for each other implementation, every reason why it can't.
 
     Imports every distribution; computes nothing. Exits with 1 if nothing can serve the call, with 2 if the call is
     invalid or the operation is unknown.
@@ -92,7 +96,14 @@ def command(
             interpret=interpret,
             on_unsupported="error" if strict else "native",
         )
-        request = _request(
+        only_attention = {
+            "--key-length": key_length, "--bias": bias, "--soft-cap": soft_cap, "--scale": scale, "--sinks": sinks,
+            "--dropout": dropout or None, "--return-lse": return_lse, "--return-weights": return_weights,
+            "--return-max-logits": return_max_logits, "--source": source, "--source-options": source_options,
+            "--mesh": mesh,
+        }  # fmt: skip
+        sizes = {"B": batch, "T": query_length, "H": heads, "K": K, "D": head_dim, "Dv": Dv}
+        request = _other_request(operation, metadata, sizes, _dtype(dtype), mask, options, only_attention) or _request(
             metadata, shapes, _dtype(dtype), mask, bias, heads if sinks else 0,
             made_source(source, source_options, value_head_dim),
             softmax_scale=scale, logits_soft_cap=soft_cap, return_lse=return_lse, return_weights=return_weights,
@@ -114,6 +125,36 @@ def command(
         kernels = FOR_PLATFORM.get(request.platform)
         if kernels and not any(plugin.distribution == kernels for plugin in OperationRegistry.plugins()):
             print_text(f"{kernels} has kernels for {request.platform}: pip install {kernels}")
+
+
+def _other_request(
+    operation: str, metadata: OperationMetadata, sizes: dict[str, int], dtype: Any, mask: str | None,
+    options: str | None, only_attention: dict[str, Any],
+) -> Request | None:  # fmt: skip
+    """The request of an operation of another contract than attention, which its method ``described`` makes.
+
+    None for attention, and where the class has no such method.
+
+    Raises:
+        ValueError: an option is given that only attention has, or ``options`` that attention has not.
+    """
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore", PluginWarning)
+        cls: Any = OperationRegistry.get(operation, find_platform(metadata.platform, None, ()))
+    if not hasattr(cls, "described"):
+        if options is not None:
+            raise ValueError(f"--options={options!r} is for operations that aren't attention, but {operation} has none")
+        return None
+    if unread := [name for name, value in only_attention.items() if value is not None and value is not False]:
+        raise ValueError(f"{unread[0]} is an option of attention, which {operation} does not compute: leave it out")
+    given = parse_options("--options", options)
+    requests: list[Request] = []
+    jax.eval_shape(
+        lambda: requests.append(
+            cls(metadata).described(sizes, dtype, None if mask is None else parse_mask(mask), given)
+        )
+    )
+    return requests[0]
 
 
 def _request(
@@ -171,8 +212,10 @@ def _dtype(name: str) -> Any:
     return dtype
 
 
-def _alternatives(request: AttentionRequest, metadata: OperationMetadata) -> tuple[Candidate, ...]:
+def _alternatives(request: Request, metadata: OperationMetadata) -> tuple[Candidate, ...]:
     """All operations with their reasons, in `auto`'s order, for a request that the named operation refuses."""
+    if not isinstance(request, AttentionRequest):
+        return ()
     try:
         explanation = explain(request, "auto", metadata)
     except UnsupportedError:
@@ -180,9 +223,7 @@ def _alternatives(request: AttentionRequest, metadata: OperationMetadata) -> tup
     return (explanation.chosen, *explanation.others)
 
 
-def _print_refusal(
-    request: AttentionRequest, error: UnsupportedError, others: tuple[Candidate, ...], json: bool
-) -> None:
+def _print_refusal(request: Request, error: UnsupportedError, others: tuple[Candidate, ...], json: bool) -> None:
     sentence = str(error).partition("\n")[0].rstrip(":")
     if json:
         print_json(

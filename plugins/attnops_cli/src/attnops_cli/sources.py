@@ -51,7 +51,7 @@ def made_source(name: str | None, options: str | None, value_head_dim: int | Non
     if len(owners) > 1:
         raise ValueError(f"{' and '.join(sorted(owners))} have a source={name!r}: uninstall all but one of them")
     ((owner, entry),) = owners.items()
-    make, given = _called(owner, entry, entry.load), _parsed(options)
+    make, given = _called(owner, entry, entry.load), parse_options("source_options", options)
 
     def made(query: jax.Array, key: jax.Array) -> tuple[jax.Array, Source, dict[str, Any]]:
         result = _called(owner, entry, lambda: make(query, key, value_head_dim, given))
@@ -74,11 +74,12 @@ def _called(owner: str, entry: EntryPoint, function: Callable[[], Any]) -> Any:
         raise ValueError(f"{what}: {printable(error)}") from error
 
 
-def _parsed(options: str | None) -> dict[str, str]:
+def parse_options(argument: str, options: str | None) -> dict[str, str]:
+    """``"page_size=32,codec=int8"`` as a dict; a `ValueError` that names the argument if it has another form."""
     by_name = {}
     for part in (options or "").split(",") if options else ():
         key, equals, value = (x.strip() for x in part.partition("="))
         if not (key and equals and value):
-            raise ValueError(f"source_options={options!r} must be name=value, separated by commas: page_size=32")
+            raise ValueError(f"{argument}={options!r} must be name=value, separated by commas: page_size=32")
         by_name[key] = value
     return by_name

@@ -58,22 +58,26 @@ def linear_attention(
         decay = jnp.zeros((B, T, H, 1), jnp.float32)
     C = 1 if T <= FEW else CHUNK if is_constant or decay.shape[-1] > 1 or T <= CHUNK else 2 * CHUNK
     R, count = H // K, -(-T // C)
+    by_key, by_value = (K, 1), (K, R)
+    if C == 1:  # states keep their shape: XLA updates no reshaped buffer in place
+        query, key = (jnp.repeat(x, R, axis=2) for x in (query, key))
+        by_key = by_value = (H,)  # type: ignore[assignment]
 
-    def cut(x: jax.Array | None, *heads: int) -> jax.Array | None:
-        """Chunks, [N, B, K, R or 1, C, last], of an array [B, T, ..., last]; zeros at the end."""
+    def cut(x: jax.Array | None, heads: tuple[int, ...]) -> jax.Array | None:
+        """Chunks, [N, B, heads, C, last], of an array [B, T, ..., last]; zeros at the end."""
         if x is None:
             return None
         x = jnp.pad(x, ((0, 0), (0, count * C - T), *[(0, 0)] * (x.ndim - 2)))
         return jnp.moveaxis(x.reshape(B, count, C, *heads, x.shape[-1]), (1, 2), (0, -2))
 
     given = (
-        cut(query, K, 1), cut(key, K, 1), cut(value, K, R), cut(decay, K, R),
-        cut(None if beta is None else beta[..., None], K, R),
-        cut(None if starts is None else starts[..., None], 1, 1),
+        cut(query, by_key), cut(key, by_key), cut(value, by_value), cut(decay, by_value),
+        cut(None if beta is None else beta[..., None], by_value),
+        cut(None if starts is None else starts[..., None], (1,) * len(by_key)),
     )  # fmt: skip
     given, state = equally_varying((given, state))
     chunk = jax.checkpoint(_token if C == 1 else _chunk)
-    last, outputs = lax.scan(chunk, state.reshape(B, K, R, D, Dv), given)
+    last, outputs = lax.scan(chunk, state.reshape(B, *by_value, D, Dv), given)
     outputs = jnp.moveaxis(outputs, (0, -2), (1, 2)).reshape(B, count * C, H, Dv)
     return outputs[:, :T], last.reshape(B, H, D, Dv)
 
@@ -84,13 +88,16 @@ _Given = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax
 def _token(state: jax.Array, given: _Given) -> tuple[jax.Array, jax.Array]:
     """The definition, for a chunk of one token."""
     query, key, value, decay, beta, starts = given
-    kept = jnp.exp(decay) if starts is None else jnp.where(starts, 0.0, jnp.exp(decay))
-    kept = jnp.swapaxes(kept, -1, -2)
-    state = jnp.where(kept == 0, 0.0, state * kept)
+    kept = jnp.exp(decay)
+    if starts is not None:
+        state = jnp.where(starts, 0.0, state)
+    # The state is read in one product and written in one pass, in place if its buffer is donated.
+    rows = query if beta is None else jnp.concatenate([query, key], axis=-2)
+    past = (rows * kept) @ state
     if beta is not None:
-        value = beta * (value - key @ state)
-    state = state + jnp.swapaxes(key, -1, -2) * value
-    return state, query @ state
+        value = beta * (value - past[..., 1:, :])
+    outputs = past[..., :1, :] + (query * key).sum(axis=-1, keepdims=True) * value
+    return state * jnp.swapaxes(kept, -1, -2) + jnp.swapaxes(key, -1, -2) * value, outputs
 
 
 def _chunk(state: jax.Array, given: _Given) -> tuple[jax.Array, jax.Array]:

@@ -8,16 +8,21 @@ import jax
 import jax.numpy as jnp
 
 from attnops import BaseOperation, Call
+from attnops.exported import serialised_tuple
+from attnops.partition import unsharded
 from attnops_linear.binding import check_bool, floating
 from attnops_linear.masks import Tokens, bind_mask
+from attnops_linear.packed import step_conv
 from attnops_linear.state import StateCache, check_cache, step_mask
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from attnops.masks import Mask
+    from attnops_caches import Rows
 
 
+@serialised_tuple
 class ConvOutput(NamedTuple):
     """The result of a causal convolution.
 
@@ -76,7 +81,7 @@ class CausalConv1d(BaseOperation):
         """The checked call of these arguments, with its request."""
         call = super().bind(x, weight, **options)
         bound = dict(call.options)
-        x, weight = floating("x", x), floating("weight", weight)
+        x, weight = unsharded(floating("x", x), 1), floating("weight", weight)
         check_bool("return_state", bound.get("return_state", False))
         shape, taps = x.shape, weight.shape
         if len(shape) != 3:
@@ -150,6 +155,7 @@ class CausalConv1d(BaseOperation):
         cache: StateCache,
         *,
         query_lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
         **options: Any,
     ) -> tuple[ConvOutput, StateCache]:
         """The convolution of T more tokens of each row, and the cache with them.
@@ -161,14 +167,19 @@ class CausalConv1d(BaseOperation):
             weight: [C, W].
             cache: one layer, created with ``conv=(C, W)``.
             query_lengths: the number of tokens of each row, integers [B] from 0 to T. None: T.
+            rows: an `attnops_caches.Rows`: which tokens of x [1, N, C] are of which row of the cache.
             **options: ``bias``, ``mask`` and ``mode`` of `__call__`.
 
         Raises:
-            ValueError: see `__call__`; or the cache has several layers, or no convolution.
+            ValueError: see `__call__`; or the cache has several layers, or no convolution; or ``rows`` are refused
+                as `LinearAttention.step` says.
         """
         check_cache(cache)
         if cache.conv is None:
             raise ValueError("the cache has no convolution: create it with conv=(channels, width)")
+        if rows is not None:
+            outputs, cache = step_conv(self, x, weight, cache, rows, options | {"query_lengths": query_lengths})
+            return ConvOutput(outputs), cache
         B, T = (*getattr(x, "shape", ()), 0, 0)[:2]
         mask, _ = step_mask(query_lengths, options.pop("mask", None), B, T)
         output = self(x, weight, state=cache.conv, return_state=True, mask=mask, **options)

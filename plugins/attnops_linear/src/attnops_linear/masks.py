@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from attnops.masks import And, KeyPadding, Segments
+from attnops.partition import unsharded
 
 _RULE = (
     "must be made of Segments and KeyPadding: a recurrence is causal by itself and can hide no single key; leave "
@@ -46,27 +47,27 @@ def bind_mask(mask: object, B: int, T: int) -> tuple[frozenset[str], Tokens]:
     """
     if mask is None:
         return frozenset(), Tokens()
-    parts = _parts(mask)
+    parts = parts_of(mask)
     is_token: jax.Array | None = None
     ids: list[jax.Array] = []
     for part in parts:
         if isinstance(part, KeyPadding):
-            kept = jnp.broadcast_to(jnp.asarray(part.bind(B, 1, T, T).is_token), (B, T))
+            kept = jnp.broadcast_to(unsharded(jnp.asarray(part.bind(B, 1, T, T).is_token), 1), (B, T))
             is_token = kept if is_token is None else is_token & kept
         else:
             bound = part.bind(B, 1, T, T)
             if bound.kv_ids is not bound.q_ids:
                 raise ValueError("mask=Segments(q_ids, kv_ids) has two arrays of ids, but a recurrence has one: give "
                                  "Segments(ids)")  # fmt: skip
-            ids.append(jnp.broadcast_to(jnp.asarray(bound.q_ids), (B, T)))
+            ids.append(jnp.broadcast_to(unsharded(jnp.asarray(bound.q_ids), 1), (B, T)))
     kinds = frozenset(type(part).__name__ for part in parts)
     return kinds, Tokens(is_token, _starts(ids, is_token) if ids and T else None)
 
 
-def _parts(mask: object) -> list[Segments | KeyPadding]:
+def parts_of(mask: object) -> list[Segments | KeyPadding]:
     """The operands of a mask's ``&``."""
     if isinstance(mask, And):
-        return [*_parts(mask.left), *_parts(mask.right)]
+        return [*parts_of(mask.left), *parts_of(mask.right)]
     if not isinstance(mask, Segments | KeyPadding):
         shown = f"an array of shape {tuple(mask.shape)}" if hasattr(mask, "shape") else repr(mask)
         raise ValueError(f"mask is {shown}, but {_RULE}")

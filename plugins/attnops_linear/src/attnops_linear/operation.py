@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from attnops import BaseOperation, Call
+from attnops import BaseOperation, Call, Request
 from attnops_linear.binding import bind_linear
 from attnops_linear.chunks import linear_attention
+from attnops_linear.described import described
 from attnops_linear.masks import Tokens
 from attnops_linear.output import LinearOutput
+from attnops_linear.packed import step_linear
 from attnops_linear.partition import run_on_shards
 from attnops_linear.state import StateCache, check_cache, step_mask
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from attnops.masks import Mask
     from attnops.typing import Function
+    from attnops_caches import Rows
 
 
 class LinearAttention(BaseOperation):
@@ -31,7 +34,7 @@ class LinearAttention(BaseOperation):
     """
 
     computes: ClassVar[str | None] = "linear_attention"
-    reads: ClassVar[frozenset[str]] = frozenset({"precision"})
+    reads: ClassVar[frozenset[str]] = frozenset({"axis_rules", "mesh", "precision"})
 
     @classmethod
     def get_impl_name(cls) -> str:
@@ -91,6 +94,10 @@ class LinearAttention(BaseOperation):
         )
         return output
 
+    def described(self, sizes: Mapping[str, int], dtype: Any, mask: Any, options: Mapping[str, str]) -> Request:
+        """The request of a call that ``attnops explain`` describes; see `attnops_linear.described`."""
+        return described(self, sizes, dtype, mask, options)
+
     def bind(self, query: Any, key: Any, value: Any, **options: Any) -> Call:  # type: ignore[override]
         """The checked call of these arguments, with its request."""
         call = super().bind(query, key, value, **options)
@@ -99,8 +106,8 @@ class LinearAttention(BaseOperation):
         return Call(request.replace(mode=call.request.mode, interpret=call.request.interpret), args, bound)
 
     def invoke(self, forward: str, function: Function, call: Call, options: Mapping[str, object]) -> LinearOutput:
-        """Run a forward on a call; where the arrays' types are sharded, each device runs it on its rows and heads."""
-        return run_on_shards(function, call.args, options)
+        """Run a forward on a call; on a mesh each device runs it on its rows, heads and part of the sequence."""
+        return run_on_shards(function, call.args, options, self.metadata, call.request.mode)
 
     def forward_native(
         self,
@@ -149,9 +156,12 @@ class LinearAttention(BaseOperation):
         cache: StateCache,
         *,
         query_lengths: ArrayLike | None = None,
+        rows: Rows | None = None,
         **options: Any,
     ) -> tuple[LinearOutput, StateCache]:
         """Advance the states of a cache by T tokens of each row: a decoding step, or a chunk of a prompt.
+
+        With ``rows`` the arrays are [1, N, ...], tokens of several rows one after the other. It has no reverse mode.
 
         Args:
             query: [B, T, K, D].
@@ -159,18 +169,24 @@ class LinearAttention(BaseOperation):
             value: [B, T, Hv, Dv].
             cache: one layer of the rows' states; see `StateCache`.
             query_lengths: the number of tokens of each row, integers [B] from 0 to T; the rest is padding. None: T.
+            rows: an `attnops_caches.Rows`: which packed tokens are of which row of the cache.
             **options: ``decay``, ``beta``, ``scale``, ``mask`` and ``mode`` of `__call__`.
 
         Returns:
             The output, without a state, and the cache after the tokens.
 
         Raises:
-            ValueError: see `__call__`; or the cache has several layers, or other shapes.
+            ValueError: see `__call__`; or the cache has several layers, or other shapes; or ``rows`` are given with
+                ``query_lengths`` or ``mask``, or are not those of the tokens.
         """
         for name in ("initial_state", "return_state"):
             if name in options:
                 raise ValueError(f"{name} is given, but step takes the state from the cache and returns it in it")
         check_cache(cache)
+        if rows is not None:
+            given = options | {"query_lengths": query_lengths}
+            outputs, cache = step_linear(self, (query, key, value), cache, rows, given)
+            return LinearOutput(outputs), cache
         B, T = (*getattr(query, "shape", ()), 0, 0)[:2]
         mask, counts = step_mask(query_lengths, options.pop("mask", None), B, T)
         output = self(query, key, value, initial_state=cache.state, return_state=True, mask=mask, **options)

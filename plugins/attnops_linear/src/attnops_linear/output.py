@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import jax
 
+from attnops.exported import serialised_tuple
 
+
+@serialised_tuple
 class LinearOutput(NamedTuple):
     """The result of linear attention.
 

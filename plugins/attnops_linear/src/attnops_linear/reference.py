@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops_linear.masks import bind_mask
+from attnops.masks import KeyPadding
+from attnops_linear.masks import parts_of
 
 
 def reference(
@@ -27,9 +28,14 @@ def reference(
     (B, T, K, D), (H, Dv), given = query.shape, value.shape[2:], query.dtype
     dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     query, key, value = (x.astype(dtype) for x in (query, key, value))
-    is_token, starts = bind_mask(mask, B, T)[1]
-    is_token = jnp.ones((B, T), bool) if is_token is None else is_token
-    starts = jnp.zeros((B, T), bool) if starts is None else starts
+    is_token, ids = jnp.ones((B, T), bool), jnp.zeros((B, T, 1), jnp.int32)
+    for part in [] if mask is None else parts_of(mask):
+        bound = part.bind(B, 1, T, T)
+        if isinstance(part, KeyPadding):
+            is_token = is_token & bound.is_token
+        else:
+            of_part = jnp.broadcast_to(bound.q_ids, (B, T))
+            ids = jnp.concatenate([ids, of_part[..., None].astype(jnp.int32)], axis=-1)
     query, key = (jnp.repeat(x, H // K, axis=2) for x in (query, key))
     query = query * (D**-0.5 if scale is None else scale)
     if decay is None:
@@ -40,9 +46,14 @@ def reference(
         decay = decay[..., None]
     state = jnp.zeros((B, H, D, Dv), dtype) if initial_state is None else initial_state.astype(dtype)
 
-    def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        is_token, starts, query, key, value, decay, *betas = token
-        fresh, kept = starts[:, None, None, None], jnp.exp(decay)[..., None]
+    # The state, the ids of the last token that is not padding, and whether there was one.
+    Carry = tuple[jax.Array, jax.Array, jax.Array]
+
+    def step(carry: Carry, token: tuple[jax.Array, ...]) -> tuple[Carry, jax.Array]:
+        state, last, was_token = carry
+        is_token, ids, query, key, value, decay, *betas = token
+        fresh = (was_token & (ids != last).any(axis=-1))[:, None, None, None]
+        kept = jnp.exp(decay)[..., None]
         new = jnp.where(fresh, 0, kept * state)
         update = value
         if betas:
@@ -50,8 +61,10 @@ def reference(
         new = new + key[..., None] * update[..., None, :]
         output = jnp.einsum("bhde,bhd->bhe", new, query)
         state = jnp.where(is_token[:, None, None, None], new, state)
-        return state, jnp.where(is_token[:, None, None], output, 0)
+        carry = state, jnp.where(is_token[:, None], ids, last), was_token | is_token
+        return carry, jnp.where(is_token[:, None, None], output, 0)
 
-    tokens = [is_token, starts, query, key, value, decay.astype(dtype), *([] if beta is None else [beta.astype(dtype)])]
-    last, outputs = lax.scan(step, state, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
-    return jnp.moveaxis(outputs, 0, 1).astype(given), last
+    tokens = [is_token, ids, query, key, value, decay.astype(dtype), *([] if beta is None else [beta.astype(dtype)])]
+    before = state, jnp.zeros((B, ids.shape[2]), jnp.int32), jnp.zeros(B, bool)
+    (state, _, _), outputs = lax.scan(step, before, tuple(jnp.moveaxis(x, 1, 0) for x in tokens))
+    return jnp.moveaxis(outputs, 0, 1).astype(given), state

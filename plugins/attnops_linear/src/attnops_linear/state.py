@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from attnops.exported import serialised
 from attnops.masks import KeyPadding, Mask
 from attnops_linear.masks import is_known
 
 
+@serialised()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StateCache:
@@ -167,7 +169,7 @@ def check_cache(cache: Any) -> None:
 def step_mask(query_lengths: Any, mask: Mask | None, B: int, T: int) -> tuple[Mask | None, jax.Array]:
     """The mask of a step whose rows have ``query_lengths`` tokens, and the tokens that each row counts, int32 [B]."""
     if query_lengths is None:
-        return mask, jnp.full(B, T, jnp.int32)
+        return mask, jnp.full((B,), T, jnp.int32)
     counts = as_array(query_lengths)
     if counts.shape != (B,) or not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(

@@ -16,7 +16,9 @@ import numpy as np
 
 from attnops.masks import KeyPadding, Segments
 from attnops_linear.reference import reference
+from attnops_linear.request import LinearRequest
 from attnops_testing.reference import check_against
+from attnops_testing.support_table import contract_table
 
 Problem = Callable[[np.random.Generator], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -101,6 +103,7 @@ PROBLEMS: Final[dict[str, Problem]] = {
     **{f"T = {T}": problem(T, decay="channel" if T % 2 else "head") for T in (1, 2, 5, 16, 63, 64, 65, 128, 130)},
     "decays of zero, -1e4, -150 and -inf": problem(decays=_STRONG),
     "decays of zero, -1e4, -150 and -inf by channel": problem(decay="channel", decays=_STRONG),
+    "decays of -20 and -150 by channel": problem(decay="channel", decays=(-20.0, -150.0)),
     "betas of 0, 1 and 2": problem(betas=(0.0, 1.0, 2.0)),
     "documents": problem(mask=documents),
     "documents by channel": problem(decay="channel", mask=documents),
@@ -147,3 +150,39 @@ def with_state(draw: Problem) -> Problem:
         return arguments, options | {"return_state": True}
 
     return asked
+
+
+_PLAIN: Final[dict[str, Any]] = {
+    "batch": 2, "length": 1024, "key_heads": 4, "value_heads": 8, "head_dim": 128, "value_head_dim": 128,
+    "dtypes": ("bfloat16",), "decay": "head", "beta": True, "options": frozenset({"decay", "beta"}),
+}  # fmt: skip
+_MASKED: Final = frozenset({"decay", "beta", "mask"})
+_ROWS: Final[dict[str, dict[str, Any]]] = {
+    "gated delta rule: decays by head, beta": {},
+    "KDA: decays by channel, beta": {"decay": "channel"},
+    "DeltaNet: beta alone": {"decay": "none", "options": frozenset({"beta"})},
+    "Mamba-2: decays by head": {"beta": False, "options": frozenset({"decay"})},
+    "GLA, HGRN2: decays by channel": {"decay": "channel", "beta": False, "options": frozenset({"decay"})},
+    "RetNet, lightning: constant decays": {"decay": "constant", "beta": False, "options": frozenset({"decay"})},
+    "float32": {"dtypes": ("float32",)},
+    "float16": {"dtypes": ("float16",)},
+    "as many key heads as value heads": {"key_heads": 8},
+    "D 64, Dv 128": {"head_dim": 64},
+    "D 256": {"head_dim": 256, "value_head_dim": 256},
+    "odd lengths": {"length": 1023},
+    "documents (`Segments`)": {"mask_kinds": frozenset({"Segments"}), "options": _MASKED},
+    "padding (`KeyPadding`)": {"mask_kinds": frozenset({"KeyPadding"}), "options": _MASKED},
+    "first and last states": {
+        "initial_state": True, "return_state": True,
+        "options": frozenset({"decay", "beta", "initial_state", "return_state"}),
+    },
+    "a step of one token": {
+        "length": 1, "mode": "decode", "initial_state": True, "return_state": True,
+        "options": frozenset({"decay", "beta", "initial_state", "return_state"}),
+    },
+}  # fmt: skip
+
+
+def markdown_table() -> str:
+    """What serves which feature of linear attention on which platform, in GitHub's Markdown."""
+    return contract_table(["linear_attention"], {name: LinearRequest(**(_PLAIN | row)) for name, row in _ROWS.items()})

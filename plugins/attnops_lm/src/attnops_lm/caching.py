@@ -5,17 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from attnops import OperationMetadata
+from attnops.sharding import BATCH, HEAD, MODE_DECODE, AxisRules, correct_spec
 from attnops_caches import Cache, DenseCache, PagedCache, PagePool, Quantized, WindowCache, pages_that_fit, sharded
+from attnops_linear import StateCache
 from attnops_lm.config import Config
+
+# A layer's cache: of keys and values, or the state of a linear layer.
+LayerCache = Cache | StateCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,8 +79,8 @@ class Caching:
         *,
         codec: Quantized | None = None,
         max_append: int | None = None,
-    ) -> tuple[Cache, ...]:
-        """Empty caches, one per layer.
+    ) -> tuple[LayerCache, ...]:
+        """Empty caches, one per layer; that of a linear layer is a `StateCache`.
 
         Args:
             batch_size: B, the rows.
@@ -117,7 +124,8 @@ class Caching:
         c = self.config
         pages = pages_that_fit(
             hbm_utilization=hbm_utilization, page_size=page_size, kv_heads=c.num_kv_heads, head_dim=c.head_dim,
-            dtype=self.dtype, layers=c.num_layers, max_model_length=max_model_length,
+            dtype=self.dtype, layers=c.num_layers - c.layer_types.count("linear_attention"),
+            max_model_length=max_model_length,
         )  # fmt: skip
         return self._paged_metadata(pages, page_size, max_model_length)
 
@@ -138,8 +146,9 @@ class Caching:
         batch_size: int = 1,
         pages: int | None = None,
         codec: Quantized | None = None,
-    ) -> tuple[tuple[PagedCache, ...], PagePool]:
-        """Empty pages, one `PagedCache` per layer, and the pool whose table all layers share.
+    ) -> tuple[tuple[LayerCache, ...], PagePool]:
+        """Empty pages, one `PagedCache` per layer, and the pool whose table all layers share; a linear layer has a
+        `StateCache`.
 
         Give ``metadata``, or ``page_size`` and ``max_model_length`` with one of ``hbm_utilization`` and ``pages``.
 
@@ -172,11 +181,13 @@ class Caching:
             pages=metadata.pages, page_size=metadata.page_size, rows=batch_size, max_pages=metadata.max_pages
         )
         caches = tuple(
-            PagedCache.create(
+            _states(self.config, batch_size, self.dtype)()
+            if kind == "linear_attention"
+            else PagedCache.create(
                 batch=batch_size, pages=metadata.pages, page_size=metadata.page_size, max_pages=metadata.max_pages,
                 kv_heads=metadata.num_kv_heads, head_dim=metadata.head_dim, dtype=self.dtype, codec=codec,
             )
-            for _ in range(metadata.num_layers)
+            for kind in self.config.layer_types
         )  # fmt: skip
         return caches, pool
 
@@ -203,12 +214,23 @@ def _check_starts(starts: ArrayLike, batch_size: int, max_length: int) -> None:
         )
 
 
-def with_table(caches: tuple[PagedCache, ...], table: jax.Array) -> tuple[PagedCache, ...]:
+def with_table(caches: tuple[LayerCache, ...], table: jax.Array) -> tuple[LayerCache, ...]:
     """The caches of all layers with one page table."""
-    return tuple(cache.with_table(table) for cache in caches)
+    return tuple(cache.with_table(table) if isinstance(cache, PagedCache) else cache for cache in caches)
 
 
-def with_one_length(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
+def counted(caches: tuple[LayerCache, ...]) -> Cache:
+    """The first cache of keys and values, whose lengths are those of all."""
+    return next(cache for cache in caches if isinstance(cache, Cache))
+
+
+def truncated(caches: tuple[LayerCache, ...], lengths: jax.Array) -> tuple[LayerCache, ...]:
+    """Caches of keys and values, and no states, with the first tokens of each row, ``lengths`` [B]."""
+    truncate = operator.methodcaller("truncate", lengths)
+    return tuple(map(truncate, caches))
+
+
+def with_one_length(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
     """The caches of all layers, with one set of arrays for rows (lengths, tables, …), so that XLA computes only once
     what depends on them.
 
@@ -216,17 +238,17 @@ def with_one_length(caches: tuple[Cache, ...]) -> tuple[Cache, ...]:
     would determine the active tiles anew in each layer.
     """
     names = ("lengths", "starts", "written", "table")
-    kinds: dict[object, Cache] = {}
+    kinds: dict[object, LayerCache] = {}
 
-    def shared(cache: Cache) -> Cache:
-        first = kinds.setdefault((type(cache), cache.length), cache)
+    def shared(cache: LayerCache) -> LayerCache:
+        first = kinds.setdefault((type(cache), getattr(cache, "length", None)), cache)
         same = {name: getattr(first, name) for name in names if hasattr(cache, name)}
         return dataclasses.replace(cache, **same)  # type: ignore[arg-type]
 
     return tuple(shared(cache) for cache in caches)
 
 
-def without_shared_arrays(cache: Cache, original: Cache) -> Cache:
+def without_shared_arrays(cache: LayerCache, original: LayerCache) -> LayerCache:
     """The inverse of `with_one_length` after a call: the cache with those arrays of ``original`` that no call changes.
 
     Otherwise all layers would return the same array, which could not be donated to the next call.
@@ -238,31 +260,52 @@ def without_shared_arrays(cache: Cache, original: Cache) -> Cache:
 def _empty(
     config: Config, batch: int, length: int, dtype: Any, codec: Quantized | None, max_append: int | None,
     starts: ArrayLike | None,
-) -> list[Callable[..., Cache]]:  # fmt: skip
+) -> list[Callable[..., LayerCache]]:  # fmt: skip
     """The functions that create each layer's cache, with the arguments of `Caching.init_cache`."""
     sizes: dict[str, Any] = {
         "batch": batch, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim, "dtype": dtype, "codec": codec,
         "starts": starts,
     }  # fmt: skip
-    creates: list[Callable[..., Cache]] = []
+    creates: list[Callable[..., LayerCache]] = []
     for layer in range(config.num_layers):
         window = config.window_of(layer)
-        if max_append is not None and window is not None and window - 1 + max_append < length:
+        if config.layer_types[layer] == "linear_attention":
+            creates.append(_states(config, batch, dtype))
+        elif max_append is not None and window is not None and window - 1 + max_append < length:
             creates.append(functools.partial(WindowCache.create, window=window, max_append=max_append, **sizes))
         else:
             creates.append(functools.partial(DenseCache.create, length=length, **sizes))
     return creates
 
 
+def _states(config: Config, batch: int, dtype: Any) -> Callable[[], StateCache]:
+    """The function that creates the cache of a linear layer."""
+    sizes = config.linear
+    assert sizes is not None
+    return functools.partial(
+        StateCache.create, batch=batch, heads=sizes.value_heads, head_dim=sizes.head_dim,
+        value_head_dim=sizes.value_head_dim, conv=(sizes.channels, sizes.width), conv_dtype=dtype,
+    )  # fmt: skip
+
+
 @functools.partial(jax.jit, static_argnums=range(6))
-def _compiled_empty(*given: Any) -> tuple[Cache, ...]:
+def _compiled_empty(*given: Any) -> tuple[LayerCache, ...]:
     """Caches of `_empty`, all in one compiled call: created one by one, the arrays of many layers cost as much time as
     a step.
     """
     return tuple(create() for create in _empty(*given))
 
 
-def _placed(create: Callable[..., Cache], shardings: dict[str, Any]) -> Cache:
+def _placed(create: Callable[..., LayerCache], shardings: dict[str, Any]) -> LayerCache:
     if "mesh" not in shardings or set(shardings) - {"mesh", "rules"}:
         raise ValueError(f"shardings has {sorted(shardings)}, but must have mesh and may have rules, an AxisRules")
-    return sharded(create, **{"mesh" if name == "mesh" else "axis_rules": x for name, x in shardings.items()})
+    mesh, rules = shardings["mesh"], shardings.get("rules", AxisRules())
+    if create.func != StateCache.create:  # type: ignore[attr-defined]
+        return sharded(cast(Callable[..., Cache], create), mesh=mesh, axis_rules=rules)
+    batch, heads = rules.spec([BATCH, HEAD], mode=MODE_DECODE)
+
+    def placement(x: jax.ShapeDtypeStruct) -> NamedSharding:
+        spec = PartitionSpec(batch, heads) if x.ndim == 4 else PartitionSpec(batch)
+        return NamedSharding(mesh, correct_spec(spec, x.shape, mesh))
+
+    return jax.jit(create, out_shardings=jax.tree.map(placement, jax.eval_shape(create)))()

@@ -49,7 +49,7 @@ def set_weights(model: Decoder, read: Callable[[str], jax.Array]) -> None:
             shapes.
     """
     for weight in mapping(model):
-        value = read(weight.name)
+        value = weight.joined([read(name) for name in weight.files])
         value = value.swapaxes(-1, -2) if weight.swapped else value
         param = param_of(model, weight.path)
         if value.shape != param.shape:
@@ -169,7 +169,7 @@ def _hf_config(directory: Path) -> dict[str, Any]:
 
 
 def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, Path]) -> None:
-    known = {weight.name for weight in mapping(model)} | ({HEAD} if hasattr(model, "head") else set())
+    known = {name for weight in mapping(model) for name in weight.files} | ({HEAD} if hasattr(model, "head") else set())
     extra = sorted(name for name in set(files) - known if not name.endswith(".rotary_emb.inv_freq"))
     if extra:
         raise ValueError(
@@ -223,7 +223,8 @@ def save(
         value = gather.get(weight.path, lambda x: x)(value)
         value = value.swapaxes(-1, -2) if weight.swapped else value
         value = value if dtype is None else value.astype(dtype)
-        tensors[weight.name] = jnp.asarray(np.ascontiguousarray(jax.device_get(value)))
+        for name, part in zip(weight.files, weight.split(value), strict=True):
+            tensors[name] = jnp.asarray(np.ascontiguousarray(jax.device_get(part)))
     save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
     written = config_of(model) | {"dtype": next(iter(tensors.values())).dtype.name}
     (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")

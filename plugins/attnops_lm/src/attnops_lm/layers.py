@@ -74,7 +74,8 @@ class Attention(nnx.Module):
         self.interleaved = config.rotary_of(self.kind).interleaved
         options = {"softmax_scale": config.softmax_scale, "logits_soft_cap": config.attention_soft_cap}
         self.options = tuple((name, value) for name, value in options.items() if value is not None)
-        self.q = Linear(M, H * D, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.is_gated = config.attention_gate
+        self.q = Linear(M, H * D * (1 + self.is_gated), bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.k = Linear(M, K * D, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.v = Linear(M, K * D, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.o = Linear(H * D, M, bias=config.output_bias, dtype=dtype, rngs=rngs)
@@ -93,7 +94,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """``x [B, T, M]`` to the same shape, and the new cache. With a cache, the tokens are appended to it first."""
         B, T, _ = x.shape
-        query = self.q(x).reshape(B, T, self.heads, self.head_dim)
+        query, *gate = jnp.split(self.q(x).reshape(B, T, self.heads, -1), 1 + self.is_gated, axis=-1)
         key = self.k(x).reshape(B, T, self.kv_heads, self.head_dim)
         value = self.v(x).reshape(B, T, self.kv_heads, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -112,7 +113,8 @@ class Attention(nnx.Module):
             out, cache = self.operation.step(
                 query, key, value, cache, mask=visible, query_lengths=query_lengths, rows=rows, **options
             )
-        return self.o(out.attention_outputs.reshape(B, T, self.heads * self.head_dim)), cache
+        attended = out.attention_outputs * jax.nn.sigmoid(gate[0]) if gate else out.attention_outputs
+        return self.o(attended.reshape(B, T, self.heads * self.head_dim)), cache
 
 
 class MLP(nnx.Module):
@@ -139,19 +141,14 @@ class MixtureOfExperts(nnx.Module):
         M, I, E = config.hidden_size, config.intermediate_size, experts.count
         self.experts = experts
 
-        def weights(*shape: int) -> nnx.Param[jax.Array]:
-            return nnx.Param((jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-2] ** -0.5).astype(dtype))
-
         self.router = Linear(M, E, bias=True, dtype=dtype, rngs=rngs)
-        self.gate_up, self.gate_up_bias = weights(E, M, 2 * I), nnx.Param(jnp.zeros((E, 2 * I), dtype))
-        self.down, self.down_bias = weights(E, I, M), nnx.Param(jnp.zeros((E, M), dtype))
+        self.gate_up, self.gate_up_bias = _kernels(E, M, 2 * I, dtype, rngs), nnx.Param(jnp.zeros((E, 2 * I), dtype))
+        self.down, self.down_bias = _kernels(E, I, M, dtype, rngs), nnx.Param(jnp.zeros((E, M), dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         scores, chosen = jax.lax.top_k(self.router(x), self.experts.per_token)
         share = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
-        one_hot = jax.nn.one_hot(chosen, self.experts.count, dtype=jnp.float32)
-        weights = jnp.einsum("...n,...ne->...e", share, one_hot, precision="highest").astype(x.dtype)
-
+        weights = _by_expert(share, chosen, self.experts.count).astype(x.dtype)
         gate_up = jnp.einsum("...m,emi->...ei", x, self.gate_up[...].astype(x.dtype), precision=precision(x))
         gate_up = gate_up + self.gate_up_bias[...].astype(x.dtype)
         gate, up = gate_up[..., ::2], gate_up[..., 1::2]
@@ -163,32 +160,40 @@ class MixtureOfExperts(nnx.Module):
         return jnp.einsum("...em,...e->...m", out, weights, precision=precision(x))
 
 
-class DecoderLayer(nnx.Module):
-    """Attention and MLP, each with a norm before it and a residual connection."""
+class SharedExperts(nnx.Module):
+    """Each token's output is that of its experts, weighted by the router, and that of an expert that all tokens share,
+    weighted by a gate: [..., M] to [..., M]. Every expert computes every token, as in `MixtureOfExperts`.
+    """
 
-    def __init__(self, config: Config, layer: int, operation: OperationImpl, *, dtype: Any, rngs: nnx.Rngs) -> None:
-        self.attention = Attention(config, layer, operation, dtype=dtype, rngs=rngs)
-        self.mlp: MLP | MixtureOfExperts
-        if config.experts is None:
-            self.mlp = MLP(config, dtype=dtype, rngs=rngs)
-        else:
-            self.mlp = MixtureOfExperts(config, config.experts, dtype=dtype, rngs=rngs)
-        M = config.hidden_size
-        self.attention_norm, self.mlp_norm = (Norm(M, config, dtype=dtype) for _ in range(2))
-        self.attention_post_norm = Norm(M, config, dtype=dtype) if config.post_norms else None
-        self.mlp_post_norm = Norm(M, config, dtype=dtype) if config.post_norms else None
+    def __init__(self, config: Config, experts: Experts, *, dtype: Any, rngs: nnx.Rngs) -> None:
+        M, I, E = config.hidden_size, config.intermediate_size, experts.count
+        self.experts, self.activation = experts, config.activation
+        self.router = Linear(M, E, dtype=dtype, rngs=rngs)
+        self.gate_up, self.down = _kernels(E, M, 2 * I, dtype, rngs), _kernels(E, I, M, dtype, rngs)
+        assert experts.shared_size is not None
+        self.shared = MLP(config.replace(intermediate_size=experts.shared_size), dtype=dtype, rngs=rngs)
+        self.shared_gate = Linear(M, 1, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        tables: Tables,
-        mask: Mask | None = None,
-        cache: Cache | None = None,
-        query_lengths: jax.Array | None = None,
-        rows: Rows | None = None,
-    ) -> tuple[jax.Array, Cache | None]:
-        """``x [B, T, M]`` to the same shape, and the cache with the tokens appended; None without a cache."""
-        attended, cache = self.attention(self.attention_norm(x), tables, mask, cache, query_lengths, rows)
-        x = x + (attended if self.attention_post_norm is None else self.attention_post_norm(attended))
-        computed = self.mlp(self.mlp_norm(x))
-        return x + (computed if self.mlp_post_norm is None else self.mlp_post_norm(computed)), cache
+    def __call__(self, x: jax.Array) -> jax.Array:
+        probabilities = jax.nn.softmax(self.router(x).astype(jnp.float32), axis=-1)
+        share, chosen = jax.lax.top_k(probabilities, self.experts.per_token)
+        if self.experts.normalised:
+            share = share / share.sum(axis=-1, keepdims=True)
+        weights = _by_expert(share, chosen, self.experts.count).astype(x.dtype)
+        gate_up = jnp.einsum("...m,emi->...ei", x, self.gate_up[...].astype(x.dtype), precision=precision(x))
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        inner = ACTIVATIONS[self.activation](gate) * up * weights[..., None]
+        out = jnp.einsum("...ei,eim->...m", inner, self.down[...].astype(x.dtype), precision=precision(x))
+        return out + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
+
+
+def _kernels(experts: int, inputs: int, outputs: int, dtype: Any, rngs: nnx.Rngs) -> nnx.Param[jax.Array]:
+    """A random matrix for each expert, [E, inputs, outputs]."""
+    values = jax.random.normal(rngs.params(), (experts, inputs, outputs), jnp.float32)
+    return nnx.Param((values * inputs**-0.5).astype(dtype))
+
+
+def _by_expert(share: jax.Array, chosen: jax.Array, count: int) -> jax.Array:
+    """The weight of every expert, float32 [..., E], from those of the chosen ones, [..., n]; 0 for others."""
+    one_hot = jax.nn.one_hot(chosen, count, dtype=jnp.float32)
+    return jnp.einsum("...n,...ne->...e", share, one_hot, precision="highest")

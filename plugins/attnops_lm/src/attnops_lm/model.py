@@ -14,18 +14,19 @@ from flax import nnx
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import KeyPadding, Mask, Segments
-from attnops_caches import Cache, Rows
-from attnops_lm.caching import Caching, with_one_length, without_shared_arrays
+from attnops_caches import Rows
+from attnops_lm.caching import Caching, LayerCache, counted, with_one_length, without_shared_arrays
 from attnops_lm.config import Config
+from attnops_lm.decoder_layer import DecoderLayer
 from attnops_lm.dtypes import floating
 from attnops_lm.generation import Generation
-from attnops_lm.layers import DecoderLayer, Linear, Norm, precision
+from attnops_lm.layers import Linear, Norm, precision
 from attnops_lm.origin import Origin
 from attnops_lm.pretrained import Pretrained
 from attnops_lm.protocol import CausalLMProtocol, ClassifierProtocol
 from attnops_lm.rotary import rotary_tables
 
-Caches = tuple[Cache, ...]
+Caches = tuple[LayerCache, ...]
 
 
 class CausalLMOutput(NamedTuple):
@@ -115,11 +116,17 @@ class Decoder(nnx.Module):
             shape = x.shape[:2]
             positions = _positions(shape, attention_mask, segment_ids, past_key_values, query_lengths, rows)
         tables = {kind: rotary_tables(rotary, positions) for kind, rotary in self.config.rotary}
-        caches: list[Cache] = []
+        caches: list[LayerCache] = []
         shared = None if past_key_values is None else with_one_length(past_key_values)
+        masks = {"linear_attention": mask}
+        if past_key_values is not None and self.config.has_linear_layers and rows is None:
+            first, place = counted(past_key_values), jnp.arange(x.shape[1])
+            real = KeyPadding(first.lengths[:, None] + place >= first.starts[:, None])  # left padding changes no state
+            masks["linear_attention"] = real if mask is None else mask & real
         for i, layer in enumerate(self.layers):
             cache = None if shared is None else shared[i]
-            x, cache = layer(x, tables[self.config.layer_types[i]], mask, cache, query_lengths, rows)
+            kind = self.config.layer_types[i]
+            x, cache = layer(x, tables.get(kind), masks.get(kind, mask), cache, query_lengths, rows)
             if cache is not None and past_key_values is not None:
                 caches.append(without_shared_arrays(cache, past_key_values[i]))
         return self.norm(x), tuple(caches) if past_key_values is not None else None
@@ -153,12 +160,13 @@ def _positions(
     B, T = shape
     place = jnp.arange(T, dtype=jnp.int32)
     if caches is not None and rows is not None:
-        first = caches[0]
+        first = counted(caches)
         lengths = first.lengths.at[rows.slots].add(rows.counts(T, first.batch), mode="drop")
         row, index = rows.of_queries(T, lengths)
         return jnp.maximum(index - first.starts[row], 0)[None]
     if caches is not None:
-        return jnp.maximum((caches[0].lengths - caches[0].starts)[:, None] + place, 0)
+        first = counted(caches)
+        return jnp.maximum((first.lengths - first.starts)[:, None] + place, 0)
     if segment_ids is not None:
         is_first = jnp.concatenate([jnp.ones((B, 1), bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
         return place - jax.lax.cummax(jnp.where(is_first, place, 0), axis=1)
@@ -206,7 +214,8 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
                 segment_ids: integers [B, T], documents that are packed into a row; only without caches.
                 past_key_values: one cache per layer; the T tokens are appended, and attend to all tokens that it holds.
                 query_lengths: integers [B]: the first ``query_lengths[b]`` tokens of row b are real; only with caches.
-                rows: an `attnops_caches.Rows`, if tokens of several rows of the caches are packed in one row.
+                rows: an `attnops_caches.Rows`, if tokens of several rows of the caches are packed in one row;
+                    with linear layers, rows without left padding.
                 mask: a mask that hides more keys, such as `attnops.masks.Ancestors` for drafted trees.
 
         Memory: logits are float32, B · T · V · 4 bytes without ``logits_at``.

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from attnops import OperationRegistry
 from attnops.sharding import correct_spec
+from attnops_lm.linear_layers import LinearLayer
 from attnops_lm.params import by_path, nested, path_of, placed, with_values
 
 if TYPE_CHECKING:
@@ -113,7 +114,10 @@ def with_metadata(model: Model, **changes: Any) -> Model:
     model.metadata = dataclasses.replace(model.metadata, **changes)
     operation: Any = OperationRegistry.create(model.operation_name, model.metadata)
     for layer in model.layers:
-        layer.attention.operation = operation
+        if isinstance(layer.attention, LinearLayer):
+            layer.attention.set_metadata(model.metadata)
+        else:
+            layer.attention.operation = operation
     return model
 
 

@@ -20,15 +20,22 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 20.0},
     "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+    "qwen3_next": {
+        "full_attention_interval": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    },
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8},
+}  # fmt: skip
 
 
 def small(family: str = "llama", operation: str = "flash", seed: int = 0, **changes: Any) -> CausalLM:
     """A model with two layers, a vocabulary of 96 and random weights, whose logits have a magnitude of about 3.
 
     Args:
-        family: "llama"; "mistral", with a window of 8 in every layer; "gemma2", with one in every other layer; or
-            "gpt_oss", with sinks.
+        family: "llama"; "mistral", with a window of 8 in every layer; "gemma2", with one in every other layer;
+            "gpt_oss", with sinks; "qwen3_next" or "bamba", with a gated delta rule or Mamba-2 in the
+            first layer.
         operation: the name of the attention operation.
         seed: the seed of the weights.
         **changes: fields of a Hugging Face config.

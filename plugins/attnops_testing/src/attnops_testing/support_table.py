@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.forwards import forward_for
 from attnops.dispatch.metadata import OperationMetadata
-from attnops.dispatch.operation import ATTENTION
+from attnops.dispatch.operation import ATTENTION, BaseOperation
 from attnops.dispatch.platforms import PLATFORMS
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest
+from attnops.dispatch.request import AttentionRequest, Request
 from attnops.masks import MaskStructure
 from attnops.sharding import MODE_DECODE
 from attnops_caches import CacheRequest, in_place_reasons
@@ -156,22 +157,54 @@ def _cache_support(operation: type[OperationImpl], platform: str, storage: str, 
 
 def markdown_table() -> str:
     """Features by installed operation and platform, in GitHub's Markdown."""
+    names = [name for name in OperationRegistry.list_implementations() if name != "auto"]
+
+    def cells(cls: type[BaseOperation], platform: str) -> list[str]:
+        if not issubclass(cls, OperationImpl) or cls.computes != ATTENTION:
+            return []
+        found = [support(cls, feature, platform) for feature in ROWS]
+        return found + [cache_support(cls, feature, platform) for feature in CACHES]
+
+    return columns_table(names, [*ROWS, *CACHES], cells)
+
+
+def contract_table(names: list[str], requests: Mapping[str, Request]) -> str:
+    """The table of operations of another contract than attention.
+
+    Args:
+        names: of the operations.
+        requests: by feature, a request.
+    """
+
+    def cells(cls: type[BaseOperation], platform: str) -> list[str]:
+        op, forward = cls(OperationMetadata(platform=platform)), forward_for(cls, platform)
+        asked = [request.replace(platform=platform) for request in requests.values()]
+        return [
+            "kernel"
+            if forward != "native" and not op.reasons(request)
+            else "refused"
+            if op.reasons_for("native", request)
+            else "native"
+            for request in asked
+        ]
+
+    return columns_table(names, list(requests), cells)
+
+
+def columns_table(
+    names: list[str], features: list[str], cells_of: Callable[[type[BaseOperation], str], list[str]]
+) -> str:
+    """Features by operation and platform, of the cells of each; no column for an operation without cells."""
     columns: dict[str, list[str]] = {}
-    for name in OperationRegistry.list_implementations():
-        if name == "auto":
-            continue
-        by_platform = {}
-        for platform in PLATFORMS:
-            cls = OperationRegistry.get(name, platform)
-            if issubclass(cls, OperationImpl) and cls.computes == ATTENTION:
-                cells = [support(cls, feature, platform) for feature in ROWS]
-                by_platform[platform] = (*cells, *(cache_support(cls, feature, platform) for feature in CACHES))
+    for name in names:
+        found = {platform: tuple(cells_of(OperationRegistry.get(name, platform), platform)) for platform in PLATFORMS}
+        by_platform = {platform: cells for platform, cells in found.items() if cells}
         # Platforms with equal cells share a column.
         for column in dict.fromkeys(by_platform.values()):
             where = ", ".join(platform for platform, cells in by_platform.items() if cells == column)
             columns[f"`{name}` {'everywhere' if len(where.split(', ')) == len(PLATFORMS) else where}"] = list(column)
     symbols = {"kernel": "●", "native": "○", "read": "◌", "refused": "–"}
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + ":-:|" * len(columns)]
-    for row, feature in enumerate([*ROWS, *CACHES]):
+    for row, feature in enumerate(features):
         lines.append(f"| {feature} | " + " | ".join(symbols[cells[row]] for cells in columns.values()) + " |")
     return "\n".join(lines)

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from attnops_caches import Cache, DenseCache, PagedCache, PagePool, WindowCache
+from attnops_caches import DenseCache, PagedCache, PagePool, WindowCache
+from attnops_linear import StateCache
+from attnops_lm.caching import LayerCache
 from attnops_lm.generation.programs import Caches, Leaves, Network
 from attnops_lm.generation.state import LogitsProcessor, Rules, write
 
@@ -141,8 +143,8 @@ class BeamRules:
     early: jax.Array
 
 
-def _taken(cache: Cache, rows: jax.Array) -> Cache:
-    if not isinstance(cache, (DenseCache, WindowCache)):
+def _taken(cache: LayerCache, rows: jax.Array) -> LayerCache:
+    if not isinstance(cache, (DenseCache, StateCache, WindowCache)):
         raise ValueError(f"beam search over a {type(cache).__name__} needs its pool: set cache_implementation='paged'")
     return cache.take_rows(rows)
 

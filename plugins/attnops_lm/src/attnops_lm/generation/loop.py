@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from attnops_lm.caching import counted, truncated
 from attnops_lm.generation.beam import EARLY, BeamPages, BeamRules, Beams, beam_programs
 from attnops_lm.generation.config import GenerationConfig
 from attnops_lm.generation.programs import Caches, Leaves, Settings, StepProgram, prompt_program, split, step_program
@@ -109,6 +110,11 @@ def read_call(
         raise ValueError(
             f"stop_strings={config.stop_strings!r} and tokenizer=None: they are searched in text; give tokenizer"
         )
+    if config.prompt_lookup_num_tokens and model.config.has_linear_layers:
+        raise ValueError(
+            f"prompt_lookup_num_tokens={config.prompt_lookup_num_tokens}, but the states of linear layers can't be "
+            f"truncated to the tokens that are accepted: leave it out"
+        )
     if streamer is not None and config.num_beams > 1:
         raise ValueError(f"streamer is given, and num_beams={config.num_beams}: a beam may be dropped; leave one out")
     times = config.num_return_sequences if config.num_beams == 1 else 1
@@ -197,7 +203,7 @@ def _with_host(
         call.streamer.end()
     # Drafts that were right may go beyond the token that completes a stop string.
     lengths = rows.first + jnp.asarray([len(row) for row in columns.rows], jnp.int32)
-    caches = tuple(cache.truncate(lengths - 1) for cache in rows.caches) if call.drafts else rows.caches
+    caches = truncated(rows.caches, lengths - 1) if call.drafts else rows.caches
     return dataclasses.replace(rows, caches=caches, lengths=lengths), texts
 
 
@@ -288,5 +294,5 @@ def on_host(x: jax.Array) -> np.ndarray:
 
 def _check_fit(caches: Caches) -> None:
     """Raise if the caller's caches had overflowed before the call; `make_room` made room for all new tokens."""
-    if rows := np.flatnonzero(on_host(caches[0].overflowed)).tolist():
+    if rows := np.flatnonzero(on_host(counted(caches).overflowed)).tolist():
         raise ValueError(f"past_key_values have overflowed in rows {rows}: tokens are missing in them")

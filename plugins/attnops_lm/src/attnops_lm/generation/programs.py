@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from attnops_caches import Cache
+from attnops_lm.caching import LayerCache, truncated
 from attnops_lm.generation.speculative import accepted, look_up
 from attnops_lm.generation.state import GenerationRows, LogitsProcessor, Rules, write
 
-Caches = tuple[Cache, ...]
+Caches = tuple[LayerCache, ...]
 Leaves = list[jax.Array]
 
 
@@ -155,7 +155,7 @@ class StepProgram:
         has_ended = is_end.any(axis=1)
         count = jnp.where(has_ended, is_end.argmax(axis=1).astype(jnp.int32) + 1, count)
         if g:  # remove rejected drafts, and those after an end
-            caches = tuple(cache.truncate(n - 1 + count) for cache in caches)
+            caches = truncated(caches, n - 1 + count)
         grown = dataclasses.replace(
             rows,
             caches=caches,

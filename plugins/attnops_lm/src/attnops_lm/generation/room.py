@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnops_caches import Cache, PagedCache, PagePool, WindowCache
+from attnops_lm.caching import LayerCache, counted, with_table
 from attnops_lm.generation.config import GenerationConfig
 from attnops_lm.generation.prompt import chunk_size
 
@@ -27,7 +28,7 @@ class Room(NamedTuple):
         max_append: the most tokens that can be appended to every cache at a time; None for no limit.
     """
 
-    caches: tuple[Cache, ...]
+    caches: tuple[LayerCache, ...]
     pool: PagePool | None
     used: np.ndarray
     length: int
@@ -40,7 +41,7 @@ def make_room(
     starts: np.ndarray,
     lengths: np.ndarray,
     most: int,
-    given: tuple[Cache, ...] | None,
+    given: tuple[LayerCache, ...] | None,
     step: int,
     chunk: int | None,
 ) -> Room:
@@ -63,7 +64,7 @@ def make_room(
         if len(given) != model.config.num_layers:
             raise ValueError(f"{len(given)} caches given, but the model has {model.config.num_layers} layers")
         room = _checked(given, lengths, most, step)
-        _check_context(model.config, lengths, room.used - np.asarray(given[0].starts), most)
+        _check_context(model.config, lengths, room.used - np.asarray(counted(given).starts), most)
         return room
     _check_context(model.config, lengths - starts, np.zeros_like(lengths), most)
     S = rounded(int(lengths.max()) + most)
@@ -100,6 +101,11 @@ def rounded(length: int) -> int:
 
 def _paged(model: Any, config: GenerationConfig, starts: np.ndarray, lengths: np.ndarray, most: int, S: int) -> Room:
     B, k, page = len(lengths), config.num_beams, config.page_size or DEFAULT_PAGE_SIZE
+    if k > 1 and model.config.has_linear_layers:
+        raise ValueError(
+            f"num_beams={k} and cache_implementation='paged', but beams can't share the states of linear layers by "
+            f"page: set cache_implementation='static'"
+        )
     pages = B * math.ceil(S / page)
     if k > 1:
         # Beams share the full pages of the prompt; a fork copies one page of each beam.
@@ -112,19 +118,22 @@ def _paged(model: Any, config: GenerationConfig, starts: np.ndarray, lengths: np
     wanted[: B * k : k] = lengths - 1 if k > 1 else lengths + most
     pool = pool.reserve(wanted)
     caches = tuple(
-        dataclasses.replace(cache.with_table(pool.table[: B * k : k]), starts=jnp.asarray(starts) + 0)
-        for cache in caches
+        dataclasses.replace(cache, starts=jnp.asarray(starts) + 0) if isinstance(cache, PagedCache) else cache
+        for cache in with_table(caches, pool.table[: B * k : k])
     )
     return Room(caches, pool if k > 1 else None, np.zeros(B, np.int32), S, None)
 
 
-def _checked(caches: tuple[Cache, ...], lengths: np.ndarray, most: int, step: int) -> Room:
+def _checked(caches: tuple[LayerCache, ...], lengths: np.ndarray, most: int, step: int) -> Room:
     """The caller's caches, if they have room for all tokens."""
-    if caches[0].batch != len(lengths):
-        raise ValueError(f"past_key_values have {caches[0].batch} rows, but input_ids {len(lengths)}: one row each")
-    used = np.asarray(caches[0].lengths)
+    first = counted(caches)
+    if first.batch != len(lengths):
+        raise ValueError(f"past_key_values have {first.batch} rows, but input_ids {len(lengths)}: one row each")
+    used = np.asarray(first.lengths)
     needed = used + lengths + most - 1  # the last token is never appended
     for i, cache in enumerate(caches):
+        if not isinstance(cache, Cache):
+            continue  # a state has room for any number of tokens
         room, what = np.full(len(lengths), cache.length), "make it longer"
         if isinstance(cache, PagedCache):
             what = "give it the table of a pool that has reserved them"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from attnops_caches import Cache
+from attnops_lm.caching import LayerCache
 from attnops_lm.generation.sampling import Sampling, row_keys, sample
 
 # (tokens int32 [B, S] by index, −1 where there is none; scores float32 [B, V]; lengths int32 [B]) -> scores [B, V].
@@ -36,7 +36,7 @@ class GenerationRows:
         steps: the number of calls of the model, int32 [].
     """
 
-    caches: tuple[Cache, ...]
+    caches: tuple[LayerCache, ...]
     tokens: jax.Array
     lengths: jax.Array
     first: jax.Array
@@ -47,7 +47,9 @@ class GenerationRows:
     steps: jax.Array
 
     @classmethod
-    def create(cls, caches: tuple[Cache, ...], tokens: ArrayLike, lengths: ArrayLike, key: jax.Array | None) -> Self:
+    def create(
+        cls, caches: tuple[LayerCache, ...], tokens: ArrayLike, lengths: ArrayLike, key: jax.Array | None
+    ) -> Self:
         """Rows before the first step. ``key`` is one for all rows or one per row; None if no tokens are drawn."""
         return cls(caches, *_first(tokens, lengths, key))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from attnops_caches import PageCopies, Quantized
+from attnops_caches import PageCopies, PagedCache, Quantized
 from attnops_lm.generation.text import TextOfRow
 from attnops_lm.memory import release_memory
 from attnops_lm.serve.pages import Pages
@@ -55,7 +55,8 @@ class Engine:
             pages.
         chunks: sizes of packed steps, each larger than R; the largest is N.
         max_waiting: the most requests that wait; further ones raise `QueueFullError`.
-        prefix_sharing: whether requests with the same first tokens share the pages of these tokens.
+        prefix_sharing: whether requests with the same first tokens share the pages of these tokens; if the model has
+            linear layers, whose states are not in pages, they never do.
         codec: how keys and values are quantised; None: they are not.
 
     Raises:
@@ -82,7 +83,7 @@ class Engine:
         self.tokenizer, self.rows, self.chunks, self.max_waiting = tokenizer, rows, sorted(chunks), max_waiting
         self.vocab_size, self.max_length = model.config.vocab_size, width * page_size
         self.eos_ids = frozenset(tokenizer.eos_ids)
-        self.pages = Pages(pages, page_size, prefix_sharing)
+        self.pages = Pages(pages, page_size, prefix_sharing and not model.config.has_linear_layers)
         self.table = np.full((rows, width), -1, np.int32)
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
@@ -97,7 +98,10 @@ class Engine:
             batch_size=rows, pages=pages, page_size=page_size, max_model_length=self.max_length, codec=codec
         )
         self._step = step_program(graph, rows, self._count_trace)
-        self._copy = jax.jit(lambda caches, copies: tuple(c.copy_pages(copies) for c in caches), donate_argnums=0)
+        self._copy = jax.jit(
+            lambda caches, copies: tuple(c.copy_pages(copies) if isinstance(c, PagedCache) else c for c in caches),
+            donate_argnums=0,
+        )
 
     def _count_trace(self) -> None:
         self.counts["traces"] += 1

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from attnops_caches import Rows
+from attnops_linear import StateCache
+from attnops_lm.caching import counted, with_table
 from attnops_lm.generation.sampling import Sampling, sample
 
 
@@ -40,7 +42,9 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
     def step(state: Any, caches: Any, batch: StepBatch) -> tuple[Any, Any]:
         traced()
         # Lengths and the table come from the host with every step; the tokens stay on the device.
-        caches = tuple(dataclasses.replace(c.with_table(batch.table), lengths=batch.lengths) for c in caches)
+        is_new = (batch.lengths == 0) & (batch.counts > 0)
+        caches = tuple(c.reset(is_new) if isinstance(c, StateCache) else c for c in with_table(caches, batch.table))
+        caches = tuple(dataclasses.replace(c, lengths=batch.lengths) for c in caches)
         ends = jnp.cumsum(batch.counts)
         if batch.tokens.shape[0] > rows:
             slots = jnp.arange(rows, dtype=jnp.int32)
@@ -54,6 +58,6 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
         sampling = Sampling(batch.temperature, batch.top_k, batch.top_p, jnp.zeros(rows))
         tokens = sample(out.logits.reshape(rows, -1), keys, sampling)
         assert out.past_key_values is not None
-        return (tokens, out.past_key_values[0].overflowed.any()), out.past_key_values
+        return (tokens, counted(out.past_key_values).overflowed.any()), out.past_key_values
 
     return jax.jit(step, donate_argnums=1)

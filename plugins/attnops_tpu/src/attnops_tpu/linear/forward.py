@@ -14,12 +14,15 @@ from jax.experimental.pallas import tpu as pltpu
 from attnops import OperationMetadata
 from attnops_linear import LinearOutput
 from attnops_tpu.generations import bounds_checks, generation
-from attnops_tpu.linear.inverse import inverse
+from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.prepare import (
     BETA, CHUNK, COARSE, FINE, GATES, KEPT, RESETS, TO_END, WHOLE, Arrays, arrays, heads_of_step,
 )  # fmt: skip
+from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel, needed
 
+# Products of bfloat16 parts are those of XLA at each precision: 1, 3 and 6.
+_COUNTS: Final = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2}
 # Value heads of a grid step.
 _HEADS: Final = 4
 
@@ -46,7 +49,7 @@ class Plan(NamedTuple):
         Dv: of values, padded.
         scale: of queries.
         beta: whether it is the delta rule.
-        precision: of products.
+        count: of products, see `attnops_tpu.linear.products.product`.
     """
 
     keys: int
@@ -55,7 +58,7 @@ class Plan(NamedTuple):
     Dv: int
     scale: float
     beta: bool
-    precision: lax.Precision
+    count: int
 
 
 def forward(
@@ -69,7 +72,7 @@ def forward(
     keys, heads = heads_of_step(K, H, _HEADS)
     plan = Plan(
         keys, heads, *given.state.shape[2:], D**-0.5 if scale is None else scale, beta is not None,
-        lax.Precision.HIGHEST if metadata.precision is None else metadata.precision,
+        _COUNTS.get(metadata.precision, 3),
     )  # fmt: skip
     outputs, state = _call(plan, given, query.dtype, metadata.interpret)
     outputs = outputs.reshape(B, -1, H, plan.Dv)[:, :T, :, :Dv]
@@ -81,11 +84,12 @@ def forward(
 def _call(plan: Plan, given: Arrays, dtype: Any, interpret: bool) -> tuple[jax.Array, ...]:
     """The outputs [B, N · C, H · Dv] and the last state [B, H, D, Dv]."""
     B, H, N = given.gates.shape[:3]
-    ratio = H // (given.key.shape[2] // plan.D)  # value heads of a key head
     chunk, keys, heads = CHUNK, plan.keys, plan.heads
+    # How many steps in turn have the same key head.
+    same = H * plan.D // given.key.shape[2] * keys // heads
 
     def of_keys(b: Any, h: Any, n: Any) -> tuple[Any, ...]:
-        return b, n, h * heads // (ratio * keys)
+        return b, n, lax.div(h, jnp.int32(same))
 
     state = pl.BlockSpec((1, heads, plan.D, plan.Dv), lambda b, h, n: (b, h, 0, 0))
     values = pl.BlockSpec((1, chunk, heads * plan.Dv), lambda b, h, n: (b, n, h))
@@ -112,35 +116,99 @@ def _call(plan: Plan, given: Arrays, dtype: Any, interpret: bool) -> tuple[jax.A
 
 
 def _kernel(plan: Plan, refs: Refs) -> None:
-    """A chunk of some heads."""
+    """A chunk of some heads, two of them side by side in the lanes of [64, 128].
+
+    The matrix unit keeps the order of the program. So each phase has all heads before the next one begins: a phase
+    hides the delay of the products of the one before.
+    """
 
     @pl.when(pl.program_id(2) == 0)
     def _() -> None:
         refs.state[...] = refs.initial[...]
 
-    dot = functools.partial(lax.dot_general, precision=plan.precision, preferred_element_type=jnp.float32)
-    rows, columns = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
-    for head in range(plan.heads):
-        i, of_value = head * plan.keys // plan.heads, slice(head * plan.Dv, (head + 1) * plan.Dv)
-        of_key = slice(i * plan.D, (i + 1) * plan.D)
-        query, key = refs.query[0, :, of_key].astype(jnp.float32), refs.key[0, :, of_key].astype(jnp.float32)
-        value = refs.value[0, :, of_value].astype(jnp.float32)
-        state = refs.state[0, head]
-        gates = refs.gates[0, head, 0]
-        tokens = gates.T
-        row, column = (lambda i, gates=gates: gates[i : i + 1]), (lambda i, tokens=tokens: tokens[:, i : i + 1])
-        logarithm = (column(COARSE) - row(COARSE)) + (column(FINE) - row(FINE))
-        keeps = (column(RESETS) == row(RESETS)) & (rows >= columns)
+    count, heads = plan.count, range(plan.heads)
+    exact = refs.outputs.dtype == jnp.float32
+    pairs = [(i, min(i + 1, plan.heads - 1)) for i in range(0, plan.heads, 2)]
+    keys = [parts(refs.key[0, :, of(i * plan.keys // plan.heads, plan.D)], count) for i in heads]
+    queries = [parts(refs.query[0, :, of(i * plan.keys // plan.heads, plan.D)], count) for i in heads]
+    gates = [refs.gates[0, i, 0] for i in heads]
+    columns = [x.T for x in gates]
+
+    scores = []
+    for pair in pairs:
+        rows = [*[queries[i] for i in pair], *([keys[i] for i in pair] if plan.beta else [])]
+        found = product(_stacked(rows), _stacked([keys[i] for i in pair]), count, BY_ROWS)
+        cut = [found[i * CHUNK : (i + 1) * CHUNK] for i in range(len(rows))]
+        scores.append([_beside(*cut[i : i + 2]) for i in range(0, len(cut), 2)])
+
+    past = []
+    for i in heads:
+        state = parts(refs.state[0, i], count)
+        if not plan.beta:
+            past.append((None, product(queries[i], state, count if exact else 1)))
+            continue
+        rows = _stacked([queries[i], keys[i]])
+        if exact:
+            found = product(rows, state, count)
+        else:
+            found = product(rows, state[:1], 1)
+        of_query, of_key = found[:CHUNK], found[CHUNK:]
+        if not exact and count > 1:
+            of_key = of_key + product(keys[i], state[1:], count - 1)
+        past.append((of_key, of_query))
+
+    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, 2 * CHUNK), axis) for axis in (0, 1))
+    column = column & (CHUNK - 1)
+    systems, weights = [], []
+    for pair, found in zip(pairs, scores, strict=True):
+
+        def by_row(gate: int, pair: tuple[int, int] = pair) -> jax.Array:
+            return _beside(*(jnp.broadcast_to(columns[i][:, gate : gate + 1], (CHUNK, 2 * CHUNK)) for i in pair))
+
+        def by_column(gate: int, pair: tuple[int, int] = pair) -> jax.Array:
+            return jnp.concatenate([gates[i][gate : gate + 1] for i in pair], axis=1)
+
+        logarithm = (by_row(COARSE) - by_column(COARSE)) + (by_row(FINE) - by_column(FINE))
+        keeps = (by_row(RESETS) == by_column(RESETS)) & (row >= column)
         decays = jnp.exp(jnp.where(keeps, logarithm, -jnp.inf))
-        transposed = (((1,), (1,)), ((), ()))
-        plain = (((1,), (0,)), ((), ()))
-        past = dot(query, state, plain) * column(KEPT)
-        scores = dot(query, key, transposed) * decays
+        weights.append(found[0] * decays)
         if plan.beta:
-            strict = jnp.where(rows > columns, dot(key, key, transposed) * decays, 0.0) * column(BETA)
-            target = column(BETA) * (value - dot(key, state, plain) * column(KEPT))
-            value = dot(inverse(strict, dot), target, plain)
-        outputs = past + dot(scores, value, plain)
-        refs.outputs[0, :, of_value] = (outputs * plan.scale).astype(refs.outputs.dtype)
-        added = dot(key, value * column(TO_END), (((0,), (0,)), ((), ())))
-        refs.state[0, head] = gates[WHOLE : WHOLE + 1, :1] * state + added
+            systems.append(jnp.where(row > column, found[1] * decays * by_column(BETA), 0.0))
+
+    values = [refs.value[0, :, of(i, plan.Dv)] for i in heads]
+    if plan.beta:
+        solved = inverses(systems, count)
+        targets = [values[i].astype(jnp.float32) - past[i][0] * columns[i][:, KEPT : KEPT + 1] for i in heads]
+        values = [
+            product(_half(solved[i // 2], i, count), parts(targets[i], count), count) * columns[i][:, BETA : BETA + 1]
+            for i in heads
+        ]
+    few = count if exact else 1
+    for i in heads:
+        found = product(_half(weights[i // 2], i, few), parts(values[i], few), few)
+        outputs = (past[i][1] * columns[i][:, KEPT : KEPT + 1] + found) * plan.scale
+        refs.outputs[0, :, of(i, plan.Dv)] = outputs.astype(refs.outputs.dtype)
+    for i in heads:
+        added = values[i].astype(jnp.float32) * columns[i][:, TO_END : TO_END + 1]
+        added = product(keys[i], parts(added, count), count, BY_COLUMNS)
+        refs.state[0, i] = gates[i][WHOLE : WHOLE + 1, :1] * refs.state[0, i] + added
+
+
+def of(i: int, width: int) -> slice:
+    """The lanes of a head."""
+    return slice(i * width, (i + 1) * width)
+
+
+def _beside(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The left half of the lanes of one array, and the right half of another."""
+    return jnp.where(lax.broadcasted_iota(jnp.int32, a.shape, 1) < CHUNK, a, b)
+
+
+def _half(x: jax.Array, head: int, count: int) -> list[jax.Array]:
+    """The parts of a head's half of the lanes."""
+    return [part[:, of(head % 2, CHUNK)] for part in parts(x, count)]
+
+
+def _stacked(matrices: list[list[jax.Array]]) -> list[jax.Array]:
+    """The parts of matrices one below the other."""
+    return [jnp.concatenate(each, axis=0) for each in zip(*matrices, strict=True)]

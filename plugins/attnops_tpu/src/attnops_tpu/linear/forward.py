@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -23,8 +24,11 @@ from attnops_tpu.references import Input, Output, call_kernel, needed
 
 # Products of bfloat16 parts are those of XLA at each precision: 1, 3 and 6.
 _COUNTS: Final = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2}
-# Value heads of a grid step.
-_HEADS: Final = 4
+# Value heads of a grid step: at most so many, whose states have at most this share of vector memory.
+_HEADS: Final = 16
+_SHARE: Final = 8
+# Bytes for registers that the compiler spills, for each head.
+_SPILLED: Final = 1 << 20
 
 
 class Refs(NamedTuple):
@@ -69,9 +73,12 @@ def forward(
     """See `attnops_linear.LinearAttention.forward_native`."""
     (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
     given = arrays(query, key, value, decay, beta, initial_state, mask)
-    keys, heads = heads_of_step(K, H, _HEADS)
+    padded: tuple[int, int] = given.state.shape[2:]
+    # Two buffers each for the first state and the last.
+    room = generation().vmem // _SHARE // (4 * 4 * math.prod(padded))
+    keys, heads = heads_of_step(K, H, max(1, min(_HEADS, room)))
     plan = Plan(
-        keys, heads, *given.state.shape[2:], D**-0.5 if scale is None else scale, beta is not None,
+        keys, heads, *padded, D**-0.5 if scale is None else scale, beta is not None,
         _COUNTS.get(metadata.precision, 3),
     )  # fmt: skip
     outputs, state = _call(plan, given, query.dtype, metadata.interpret)
@@ -100,12 +107,12 @@ def _call(plan: Plan, given: Arrays, dtype: Any, interpret: bool) -> tuple[jax.A
         Input(given.gates, pl.BlockSpec((1, heads, 1, GATES, chunk), lambda b, h, n: (b, h, n, 0, 0))),
         Input(given.state, state),
         Output(jax.ShapeDtypeStruct(given.value.shape, dtype), values),
-        Output(jax.ShapeDtypeStruct(given.state.shape, jnp.float32), state),
+        Output(jax.ShapeDtypeStruct(given.state.shape, jnp.float32), state, over=given.state),
     )
     parallel, arbitrary = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
     params = pltpu.CompilerParams(
         dimension_semantics=(parallel, parallel, arbitrary),
-        vmem_limit_bytes=min(generation().vmem, needed(refs, generation().sublanes) + (12 << 20)),
+        vmem_limit_bytes=min(generation().vmem, needed(refs, generation().sublanes) + _SPILLED * heads),
         disable_bounds_checks=not bounds_checks(),
     )
     outputs, last = call_kernel(

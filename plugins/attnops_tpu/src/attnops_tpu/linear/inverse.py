@@ -1,7 +1,7 @@
 """The inverse of I + A for strictly lower triangular matrices A, in a kernel.
 
-Two heads lie side by side in the lanes: [64, 128]. The blocks of 32 tokens on the diagonals are inverted by substitution,
-in float32 and all at a time, and the block below the first of two by two products, for four heads at a time.
+Two heads lie side by side in the lanes: [64, 128]. The blocks of 16 tokens on the diagonals are inverted by substitution,
+in float32 and eight at a time. The block below the first of two is found by two products, for four heads at a time.
 """
 
 from __future__ import annotations
@@ -15,64 +15,67 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.linear.products import parts, product
 
-_BLOCK: Final = 32
+_CHUNK: Final = 64
+_BLOCK: Final = 16
 _LANES: Final = 128
 
 
 def inverses(strict: list[jax.Array], count: int) -> list[jax.Array]:
     """(I + A)⁻¹ of each A, float32 [64, 128] of two heads; ``count`` is that of `attnops_tpu.linear.products.product`."""
-    blocks = [_substituted(jnp.where(_is_first(), x[:_BLOCK], x[_BLOCK:])) for x in strict]
-    found = []
-    for i in range(0, len(strict), 2):
-        found += _completed(strict[i : i + 2], blocks[i : i + 2], count)
+    found = [_substituted(_rows(x, _BLOCK, 0, _BLOCK)) for x in strict]
+    fours = [slice(i, i + 2) for i in range(0, len(strict), 2)]
+    for size in (_BLOCK, 2 * _BLOCK):
+        # Of both blocks on the diagonal and the one below the first, (second)⁻¹ · below · (first)⁻¹; products of a kind
+        # are next to each other, see `attnops_tpu.linear.forward`.
+        below = [_rows(x, size, size, 2 * size) for x in strict]
+        joined = [_joined(below[four], (0, size)) for four in fours]
+        joined = [_product(x, _joined(found[four], (0, size)), count) for x, four in zip(joined, fours, strict=True)]
+        joined = [_product(_joined(found[four], (-size, 0)), x, count) for x, four in zip(joined, fours, strict=True)]
+        corners = [y for x in joined for y in (x, pltpu.roll(x, _LANES - size, 1))]
+        is_first = _lanes(size) & size == 0
+        found = [
+            jnp.concatenate([jnp.where(is_first, x, 0.0), jnp.where(is_first, -corner, x)], axis=0)
+            for x, corner in zip(found, corners, strict=False)
+        ]
     return found
 
 
-def _lanes() -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, (_BLOCK, _LANES), 1)
+def _joined(pairs: list[jax.Array], shifts: tuple[int, int]) -> jax.Array:
+    """[size, 128] of two pairs of heads, blocks of ``size`` lanes in turn; one pair stands for two."""
+    size = pairs[0].shape[0]
+    shifted = [pltpu.roll(x, n % _LANES, 1) if n else x for x, n in zip((pairs[0], pairs[-1]), shifts, strict=True)]
+    return jnp.where(_lanes(size) & size == 0, *shifted)
 
 
-def _is_first() -> jax.Array:
-    """Whether a lane belongs to the first block of its head."""
-    return _lanes() & _BLOCK == 0
+def _product(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
+    """The products of blocks of [size, 128]."""
+    size = a.shape[0]
+    block = _lanes(size) >> (size.bit_length() - 1)
+    on_diagonal = jnp.concatenate([jnp.where(block == i, b, 0.0) for i in range(_LANES // size)], axis=0)
+    return product(parts(a, count), parts(on_diagonal, count), count)
+
+
+def _lanes(size: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, (size, _LANES), 1)
+
+
+def _rows(x: jax.Array, size: int, offset: int, period: int) -> jax.Array:
+    """[size, 128]: of a lane in the n-th ``period`` lanes of a head, ``size`` rows from row n · period + offset on."""
+    found, place = x[offset : offset + size], _lanes(size) & (_CHUNK - 1)
+    for start in range(period, _CHUNK, period):
+        found = jnp.where(place >= start, x[start + offset : start + offset + size], found)
+    return found
 
 
 def _substituted(strict: jax.Array) -> jax.Array:
-    """The inverses of the four blocks of [32, 128]: row by row, the rows after it are reduced by it."""
-    lanes, rows = _lanes(), lax.broadcasted_iota(jnp.int32, (_BLOCK, _LANES), 0)
-    found = jnp.where(lanes & (_BLOCK - 1) == rows, 1.0, 0.0)
-    done = []
+    """The inverses of the eight blocks of [16, 128]: the rows after each row are reduced by it."""
+    lanes, rows = _lanes(_BLOCK), lax.broadcasted_iota(jnp.int32, (_BLOCK, _LANES), 0)
+    found, first, done = jnp.where(lanes & (_BLOCK - 1) == rows, 1.0, 0.0), 0, []
     for j in range(_BLOCK - 1):
+        row = found[j - first : j - first + 1]
         # Registers of 8 rows that no later row changes are complete.
-        first = (j + 1) // 8 * 8
-        skipped = first - (_BLOCK - found.shape[0])
-        row = found[j - (_BLOCK - found.shape[0])][None]
-        if skipped:
+        if skipped := (j + 1) // 8 * 8 - first:
             done.append(found[:skipped])
-            found = found[skipped:]
-        column = jnp.take_along_axis(strict[first:], (lanes[first:] & -_BLOCK) + j, axis=1)
-        found = found - column * row
+            first, found = first + skipped, found[skipped:]
+        found = found - jnp.take_along_axis(strict[first:], (lanes[first:] & -_BLOCK) + j, axis=1) * row
     return jnp.concatenate([*done, found], axis=0)
-
-
-def _completed(strict: list[jax.Array], blocks: list[jax.Array], count: int) -> list[jax.Array]:
-    """The inverses of one or two pairs of heads."""
-    first = _is_first()
-
-    def joined(a: list[jax.Array], shift: tuple[int, int]) -> jax.Array:
-        """Blocks of the first pair in the lanes of first blocks, and of the second pair in the others."""
-        shifted = [pltpu.roll(x, s, 1) if s else x for x, s in zip((a[0], a[-1]), shift, strict=True)]
-        return jnp.where(first, *shifted)
-
-    def on_diagonal(x: jax.Array) -> list[jax.Array]:
-        group = _lanes() >> (_BLOCK.bit_length() - 1)
-        return parts(jnp.concatenate([jnp.where(group == i, x, 0.0) for i in range(_LANES // _BLOCK)], axis=0), count)
-
-    below = joined([x[_BLOCK:] for x in strict], (0, _BLOCK))
-    corner = product(parts(below, count), on_diagonal(joined(blocks, (0, _BLOCK))), count)
-    corner = product(parts(joined(blocks, (_LANES - _BLOCK, 0)), count), on_diagonal(corner), count)
-    corners = corner, pltpu.roll(corner, _LANES - _BLOCK, 1)
-    return [
-        jnp.concatenate([jnp.where(first, x, 0.0), jnp.where(first, -c, x)], axis=0)
-        for x, c in zip(blocks, corners, strict=False)
-    ]

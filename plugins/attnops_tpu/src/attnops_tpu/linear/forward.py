@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import functools
-import math
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from attnops import OperationMetadata
 from attnops_linear import LinearOutput
-from attnops_tpu.generations import bounds_checks, generation
+from attnops_linear.chunks import FEW
+from attnops_tpu.linear.decode import decode
 from attnops_tpu.linear.inverse import inverses
+from attnops_tpu.linear.plan import LinearPlan, compiler_params
+from attnops_tpu.linear.plan import plan as make_plan
 from attnops_tpu.linear.prepare import (
-    BETA, CHUNK, COARSE, FINE, GATES, KEPT, RESETS, TO_END, WHOLE, Arrays, arrays, heads_of_step,
+    BETA, CHUNK, COARSE, FINE, GATES, KEPT, RESETS, TO_END, WHOLE, Arrays, arrays,
 )  # fmt: skip
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
-from attnops_tpu.references import Input, Output, call_kernel, needed
-
-# Products of bfloat16 parts are those of XLA at each precision: 1, 3 and 6.
-_COUNTS: Final = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2}
-# Value heads of a grid step: at most so many, whose states have at most this share of vector memory.
-_HEADS: Final = 16
-_SHARE: Final = 8
-# Bytes for registers that the compiler spills, for each head.
-_SPILLED: Final = 1 << 20
+from attnops_tpu.references import Input, Output, call_kernel
 
 
 class Refs(NamedTuple):
@@ -43,52 +36,27 @@ class Refs(NamedTuple):
     state: Any  # [1, h, D, Dv]
 
 
-class Plan(NamedTuple):
-    """What is static.
-
-    Attributes:
-        keys: key heads of a grid step.
-        heads: value heads of a grid step.
-        D: of keys, padded.
-        Dv: of values, padded.
-        scale: of queries.
-        beta: whether it is the delta rule.
-        count: of products, see `attnops_tpu.linear.products.product`.
-    """
-
-    keys: int
-    heads: int
-    D: int
-    Dv: int
-    scale: float
-    beta: bool
-    count: int
-
-
 def forward(
     metadata: OperationMetadata, query: jax.Array, key: jax.Array, value: jax.Array, *,
     decay: jax.Array | None = None, beta: jax.Array | None = None, scale: float | None = None,
     initial_state: jax.Array | None = None, mask: Any = None, return_state: bool = False,
 ) -> LinearOutput:  # fmt: skip
     """See `attnops_linear.LinearAttention.forward_native`."""
-    (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
-    given = arrays(query, key, value, decay, beta, initial_state, mask)
-    padded: tuple[int, int] = given.state.shape[2:]
-    # Two buffers each for the first state and the last.
-    room = generation().vmem // _SHARE // (4 * 4 * math.prod(padded))
-    keys, heads = heads_of_step(K, H, max(1, min(_HEADS, room)))
-    plan = Plan(
-        keys, heads, *padded, D**-0.5 if scale is None else scale, beta is not None,
-        _COUNTS.get(metadata.precision, 3),
-    )  # fmt: skip
-    outputs, state = _call(plan, given, query.dtype, metadata.interpret)
-    outputs = outputs.reshape(B, -1, H, plan.Dv)[:, :T, :, :Dv]
+    (B, T, _, D), (H, Dv) = query.shape, value.shape[2:]
+    plan = make_plan(metadata, query, value, scale, beta is not None)
+    if T <= FEW:
+        outputs, state = decode(plan, query, key, value, decay, beta, initial_state, mask)
+        outputs = outputs.astype(query.dtype)
+    else:
+        outputs, state = _call(plan, arrays(plan, query, key, value, decay, beta, initial_state, mask), query.dtype)
+        outputs = outputs.reshape(B, -1, H, plan.Dv)
+    outputs = outputs[:, :T, :, :Dv]
     if mask is not None and mask.is_token is not None:
         outputs = jnp.where(mask.is_token[:, :, None, None], outputs, 0)
     return LinearOutput(outputs, state[:, :, :D, :Dv] if return_state else None)
 
 
-def _call(plan: Plan, given: Arrays, dtype: Any, interpret: bool) -> tuple[jax.Array, ...]:
+def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
     """The outputs [B, N · C, H · Dv] and the last state [B, H, D, Dv]."""
     B, H, N = given.gates.shape[:3]
     chunk, keys, heads = CHUNK, plan.keys, plan.heads
@@ -109,20 +77,14 @@ def _call(plan: Plan, given: Arrays, dtype: Any, interpret: bool) -> tuple[jax.A
         Output(jax.ShapeDtypeStruct(given.value.shape, dtype), values),
         Output(jax.ShapeDtypeStruct(given.state.shape, jnp.float32), state, over=given.state),
     )
-    parallel, arbitrary = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
-    params = pltpu.CompilerParams(
-        dimension_semantics=(parallel, parallel, arbitrary),
-        vmem_limit_bytes=min(generation().vmem, needed(refs, generation().sublanes) + _SPILLED * heads),
-        disable_bounds_checks=not bounds_checks(),
-    )
     outputs, last = call_kernel(
-        functools.partial(_kernel, plan), refs, "linear_attention", grid=(B, H // heads, N), params=params,
-        interpret=interpret,
+        functools.partial(_kernel, plan), refs, "linear_attention", grid=(B, H // heads, N),
+        params=compiler_params(plan, refs, 3), interpret=plan.interpret,
     )  # fmt: skip
     return outputs, last
 
 
-def _kernel(plan: Plan, refs: Refs) -> None:
+def _kernel(plan: LinearPlan, refs: Refs) -> None:
     """A chunk of some heads, two of them side by side in the lanes of [64, 128].
 
     The matrix unit keeps the order of the program. So each phase has all heads before the next one begins: a phase
@@ -155,10 +117,7 @@ def _kernel(plan: Plan, refs: Refs) -> None:
             past.append((None, product(queries[i], state, count if exact else 1)))
             continue
         rows = _stacked([queries[i], keys[i]])
-        if exact:
-            found = product(rows, state, count)
-        else:
-            found = product(rows, state[:1], 1)
+        found = product(rows, state, count) if exact else product(rows, state[:1], 1)
         of_query, of_key = found[:CHUNK], found[CHUNK:]
         if not exact and count > 1:
             of_key = of_key + product(keys[i], state[1:], count - 1)

@@ -1,7 +1,8 @@
 """The inverse of I + A for strictly lower triangular matrices A, in a kernel.
 
-Two heads lie side by side in the lanes: [64, 128]. The blocks of 16 tokens on the diagonals are inverted by substitution,
-in float32 and eight at a time. The block below the first of two is found by two products, for four heads at a time.
+Two heads lie side by side in the lanes: [64, 128]. The blocks of 16 tokens on the diagonals are inverted by
+substitution, in float32 and eight at a time. The block below the first of two is found by two products, for four heads
+at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _LANES: Final = 128
 
 
 def inverses(strict: list[jax.Array], count: int) -> list[jax.Array]:
-    """(I + A)⁻¹ of each A, float32 [64, 128] of two heads; ``count`` is that of `attnops_tpu.linear.products.product`."""
+    """(I + A)⁻¹ of each A, float32 [64, 128] of two heads; ``count`` is that of `products.product`."""
     found = [_substituted(_rows(x, _BLOCK, 0, _BLOCK)) for x in strict]
     fours = [slice(i, i + 2) for i in range(0, len(strict), 2)]
     for size in (_BLOCK, 2 * _BLOCK):

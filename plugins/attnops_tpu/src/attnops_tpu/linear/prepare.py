@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from attnops_linear.gates import before, cumulative, product
+from attnops_tpu.linear.plan import LinearPlan
 
-LANES: Final = 128
 # Tokens of a chunk; sums of decays are exact over so many.
 CHUNK: Final = 64
 # The rows of `Arrays.gates`.
@@ -38,28 +38,23 @@ class Arrays(NamedTuple):
 
 
 def arrays(
-    query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array | None, beta: jax.Array | None,
-    initial_state: jax.Array | None, mask: Any,
+    plan: LinearPlan, query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array | None,
+    beta: jax.Array | None, initial_state: jax.Array | None, mask: Any,
 ) -> Arrays:  # fmt: skip
     """The arrays of a call, see `attnops_linear.LinearAttention.forward_native`. Padding is 0."""
     is_token, starts = (None, None) if mask is None else mask
-    (B, T, _, D), (H, Dv) = query.shape, value.shape[2:]
-    Dp, Dvp = (-(-n // LANES) * LANES for n in (D, Dv))
+    (B, T), H = query.shape[:2], value.shape[2]
     N = -(-T // CHUNK)
     dtype = jnp.result_type(query, key, value)
 
     def of_tokens(x: jax.Array, width: int) -> jax.Array:
-        if is_token is not None:
-            x = jnp.where(is_token[:, :, None, None], x, 0)
-        x = jnp.pad(x, ((0, 0), (0, N * CHUNK - T), (0, 0), (0, width - x.shape[3])))
+        x = jnp.pad(zeroed(x, is_token), ((0, 0), (0, N * CHUNK - T), (0, 0), (0, width - x.shape[3])))
         return x.astype(dtype).reshape(B, N * CHUNK, -1)
 
-    def of_heads(x: jax.Array | None, default: float = 0.0) -> jax.Array:
-        """[B, H, N, C, 1] float32, of an array [H], [B, T, H] or [B, T, 1]."""
-        x = jnp.full((B, T, 1), default) if x is None else jnp.broadcast_to(x, (B, T, x.shape[-1]))
-        if is_token is not None:
-            x = jnp.where(is_token[:, :, None], x, 0)
-        x = jnp.pad(x, ((0, 0), (0, N * CHUNK - T), (0, 0))).astype(jnp.float32)
+    def of_heads(x: jax.Array | None) -> jax.Array:
+        """[B, H, N, C, 1] float32, of an array [H], [B, T, H] or [B, T, 1]; 0 for None."""
+        x = jnp.zeros((B, T, 1)) if x is None else jnp.broadcast_to(x, (B, T, x.shape[-1]))
+        x = jnp.pad(zeroed(x, is_token), ((0, 0), (0, N * CHUNK - T), (0, 0))).astype(jnp.float32)
         x = jnp.moveaxis(x, 2, 1).reshape(B, x.shape[2], N, CHUNK, 1)
         return jnp.broadcast_to(x, (B, H, N, CHUNK, 1))
 
@@ -70,18 +65,20 @@ def arrays(
         product(sums, start), product(end, sums), product(end, start),
     ]  # fmt: skip
     gates = jnp.concatenate([jnp.broadcast_to(x, rows[0].shape) for x in (*rows, rows[0])], axis=-1)
-    state = jnp.zeros((B, H, D, Dv)) if initial_state is None else initial_state
-    state = jnp.pad(state, ((0, 0), (0, 0), (0, Dp - D), (0, Dvp - Dv)))
     return Arrays(
-        of_tokens(query, Dp), of_tokens(key, Dp), of_tokens(value, Dvp), jnp.swapaxes(gates, -1, -2),
-        state.astype(jnp.float32),
+        of_tokens(query, plan.D), of_tokens(key, plan.D), of_tokens(value, plan.Dv), jnp.swapaxes(gates, -1, -2),
+        padded_state(plan, initial_state, B, H),
     )  # fmt: skip
 
 
-def heads_of_step(K: int, H: int, most: int) -> tuple[int, int]:
-    """The key heads and value heads that a grid step computes, at most so many value heads."""
-    R = H // K
-    if R > most:
-        return 1, max(n for n in range(1, most + 1) if R % n == 0)
-    keys = max(n for n in range(1, K + 1) if K % n == 0 and n * R <= most)
-    return keys, keys * R
+def zeroed(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
+    """An array [B, T, ...] with 0 for padding."""
+    return x if is_token is None else jnp.where(is_token.reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
+
+
+def padded_state(plan: LinearPlan, state: jax.Array | None, B: int, H: int) -> jax.Array:
+    """The first state, [B, H, D, Dv] float32 with padded head dims."""
+    if state is None:
+        return jnp.zeros((B, H, plan.D, plan.Dv))
+    D, Dv = state.shape[2:]
+    return jnp.pad(state, ((0, 0), (0, 0), (0, plan.D - D), (0, plan.Dv - Dv))).astype(jnp.float32)

@@ -18,7 +18,12 @@ pytestmark = [pytest.mark.optimised, pytest.mark.slow]
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 @pytest.mark.parametrize(
     ("T", "D", "dtype", "beta"),
-    [(4096, 128, "bfloat16", True), (100, 256, "float32", True), (256, 64, "float32", False), (1, 128, "bfloat16", True)],
+    [
+        (4096, 128, "bfloat16", True),
+        (100, 256, "float32", True),
+        (256, 64, "float32", False),
+        (1, 128, "bfloat16", True),
+    ],
 )
 def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D: int, dtype: str, beta: bool) -> None:
     B, H = 2, 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -26,13 +25,18 @@ MORE = {
     "head dims of 130 and 256": problem(70, D=130, Dv=256, B=1),
     "few tokens of documents": problem(3, mask=lambda B, T: attnops.masks.Segments(np.array([0, 1, 1]))),
     "few tokens of documents and padding": problem(
-        4, mask=lambda B, T: attnops.masks.Segments(np.array([0, 0, 1, 1]))
-        & attnops.masks.KeyPadding(np.array([[True, False, True, True], [False, True, True, False]]))
+        4,
+        mask=lambda B, T: (
+            attnops.masks.Segments(np.array([0, 0, 1, 1]))
+            & attnops.masks.KeyPadding(np.array([[True, False, True, True], [False, True, True, False]]))
+        ),
     ),
     "few tokens, sums": problem(3, beta=False, decay="constant"),
     "documents and padding by head": problem(
-        mask=lambda B, T: attnops.masks.Segments(np.arange(T) // 20)
-        & attnops.masks.KeyPadding(np.random.default_rng(6).random((B, T)) < 0.8)
+        mask=lambda B, T: (
+            attnops.masks.Segments(np.arange(T) // 20)
+            & attnops.masks.KeyPadding(np.random.default_rng(6).random((B, T)) < 0.8)
+        )
     ),
     **{f"T = {T} by head": problem(T) for T in (1, 4, 5, 63, 65)},
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,11 @@ from attnops_tpu.linear.decode import decode
 from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.plan import LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
-from attnops_tpu.linear.prepare import (
-    BETA, CHUNK, COARSE, FINE, GATES, KEPT, RESETS, TO_END, WHOLE, Arrays, arrays,
-)  # fmt: skip
+from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS, Arrays, arrays
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
+
+_LANES: Final = 128
 
 
 class Refs(NamedTuple):
@@ -30,7 +30,9 @@ class Refs(NamedTuple):
     query: Any  # [1, C, k · D]
     key: Any  # [1, C, k · D]
     value: Any  # [1, C, h · Dv]
-    gates: Any  # [1, h, 1, 8, C]
+    rows: Any  # [1, 1, 1, 8, p · 2 · C]
+    columns: Any  # [1, 1, 1, 48, p · C]
+    copies: Any  # [48, 9 · 128]
     initial: Any  # [1, h, D, Dv]
     outputs: Any  # [1, C, h · Dv]
     state: Any  # [1, h, D, Dv]
@@ -58,7 +60,7 @@ def forward(
 
 def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
     """The outputs [B, N · C, H · Dv] and the last state [B, H, D, Dv]."""
-    B, H, N = given.gates.shape[:3]
+    (B, H), N = given.state.shape[:2], given.rows.shape[2]
     chunk, keys, heads = CHUNK, plan.keys, plan.heads
     # How many steps in turn have the same key head.
     same = H * plan.D // given.key.shape[2] * keys // heads
@@ -72,7 +74,11 @@ def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
         Input(given.query, pl.BlockSpec((1, chunk, keys * plan.D), of_keys)),
         Input(given.key, pl.BlockSpec((1, chunk, keys * plan.D), of_keys)),
         Input(given.value, values),
-        Input(given.gates, pl.BlockSpec((1, heads, 1, GATES, chunk), lambda b, h, n: (b, h, n, 0, 0))),
+        *(
+            Input(x, pl.BlockSpec((1, 1, 1, *x.shape[3:]), lambda b, h, n: (b, h, n, 0, 0)))
+            for x in (given.rows, given.columns)
+        ),
+        Input(given.copies, pl.BlockSpec(given.copies.shape, lambda b, h, n: (0, 0))),
         Input(given.state, state),
         Output(jax.ShapeDtypeStruct(given.value.shape, dtype), values),
         Output(jax.ShapeDtypeStruct(given.state.shape, jnp.float32), state, over=given.state),
@@ -84,8 +90,55 @@ def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
     return outputs, last
 
 
+class Gates:
+    """The values of a step's tokens.
+
+    Matrix products copy columns to the lanes: the cross-lane unit would be busier with them than all others.
+    """
+
+    def __init__(self, refs: Refs) -> None:
+        self._rows = refs.rows
+        self._columns = product([refs.columns[0, 0, 0]], [refs.copies[...]], 1, BY_COLUMNS)
+
+    def row(self, name: str, pair: int) -> jax.Array:
+        """[1, 128]: those of the tokens of a pair of heads; "whole" of the first one."""
+        return self._row(ROWS.index(name), pair)
+
+    def whole(self, head: int) -> jax.Array:
+        """[1, 128]: what is kept of a head's state."""
+        return self._row(ROWS.index("whole") + head % 2, head // 2)
+
+    def of_pair(self, name: str, pair: int) -> jax.Array:
+        """[C, 128]: a token's value of the first head in the first half of the lanes, of the second one in the other."""
+        return self._block(OF_PAIR.index(name), pair)
+
+    def of_head(self, name: str, head: int, width: int) -> jax.Array:
+        """[C, width]: a token's value."""
+        block = self._block(len(OF_PAIR) + 2 * OF_HEAD.index(name) + head % 2, head // 2)
+        return jnp.concatenate([block] * (width // _LANES), axis=1)
+
+    def _row(self, row: int, pair: int) -> jax.Array:
+        x: jax.Array = self._rows[0, 0, 0, row : row + 1, _part(pair, _LANES)]
+        return x
+
+    def _block(self, i: int, pair: int) -> jax.Array:
+        return self._columns[_part(pair, CHUNK), _part(i, _LANES)]
+
+
+class Past(NamedTuple):
+    """What the state before a chunk has for its tokens, [C, Dv] float32.
+
+    Attributes:
+        of_query: the state's values for queries, q S.
+        of_key: those for keys; None without the delta rule.
+    """
+
+    of_query: jax.Array
+    of_key: jax.Array | None
+
+
 def _kernel(plan: LinearPlan, refs: Refs) -> None:
-    """A chunk of some heads, two of them side by side in the lanes of [64, 128].
+    """A chunk of some heads.
 
     The matrix unit keeps the order of the program. So each phase has all heads before the next one begins: a phase
     hides the delay of the products of the one before.
@@ -95,84 +148,87 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     def _() -> None:
         refs.state[...] = refs.initial[...]
 
-    count, heads = plan.count, range(plan.heads)
-    exact = refs.outputs.dtype == jnp.float32
-    pairs = [(i, min(i + 1, plan.heads - 1)) for i in range(0, plan.heads, 2)]
-    keys = [parts(refs.key[0, :, of(i * plan.keys // plan.heads, plan.D)], count) for i in heads]
-    queries = [parts(refs.query[0, :, of(i * plan.keys // plan.heads, plan.D)], count) for i in heads]
-    gates = [refs.gates[0, i, 0] for i in heads]
-    columns = [x.T for x in gates]
-
-    scores = []
-    for pair in pairs:
-        rows = [*[queries[i] for i in pair], *([keys[i] for i in pair] if plan.beta else [])]
-        found = product(_stacked(rows), _stacked([keys[i] for i in pair]), count, BY_ROWS)
-        cut = [found[i * CHUNK : (i + 1) * CHUNK] for i in range(len(rows))]
-        scores.append([_beside(*cut[i : i + 2]) for i in range(0, len(cut), 2)])
-
-    past = []
-    for i in heads:
-        state = parts(refs.state[0, i], count)
-        if not plan.beta:
-            past.append((None, product(queries[i], state, count if exact else 1)))
-            continue
-        rows = _stacked([queries[i], keys[i]])
-        found = product(rows, state, count) if exact else product(rows, state[:1], 1)
-        of_query, of_key = found[:CHUNK], found[CHUNK:]
-        if not exact and count > 1:
-            of_key = of_key + product(keys[i], state[1:], count - 1)
-        past.append((of_key, of_query))
-
-    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, 2 * CHUNK), axis) for axis in (0, 1))
-    column = column & (CHUNK - 1)
-    systems, weights = [], []
-    for pair, found in zip(pairs, scores, strict=True):
-
-        def by_row(gate: int, pair: tuple[int, int] = pair) -> jax.Array:
-            return _beside(*(jnp.broadcast_to(columns[i][:, gate : gate + 1], (CHUNK, 2 * CHUNK)) for i in pair))
-
-        def by_column(gate: int, pair: tuple[int, int] = pair) -> jax.Array:
-            return jnp.concatenate([gates[i][gate : gate + 1] for i in pair], axis=1)
-
-        logarithm = (by_row(COARSE) - by_column(COARSE)) + (by_row(FINE) - by_column(FINE))
-        keeps = (by_row(RESETS) == by_column(RESETS)) & (row >= column)
-        decays = jnp.exp(jnp.where(keeps, logarithm, -jnp.inf))
-        weights.append(found[0] * decays)
-        if plan.beta:
-            systems.append(jnp.where(row > column, found[1] * decays * by_column(BETA), 0.0))
-
-    values = [refs.value[0, :, of(i, plan.Dv)] for i in heads]
+    # Outputs that are rounded to bfloat16 need no other parts.
+    count, rough = plan.passes, plan.passes if refs.outputs.dtype == jnp.float32 else 1
+    heads = range(plan.heads)
+    gates = Gates(refs)
+    keys, queries = (
+        [parts(x[0, :, _part(i * plan.keys // plan.heads, plan.D)], count) for i in heads]
+        for x in (refs.key, refs.query)
+    )
+    pairs = [(i, min(i + 1, plan.heads - 1)) for i in heads[::2]]
+    scores = [_scores(plan, [queries[i] for i in pair], [keys[i] for i in pair]) for pair in pairs]
+    past = [_past(plan, rough, queries[i], keys[i], refs.state[0, i]) for i in heads]
+    decays = [_decays(gates, i) for i in range(len(pairs))]
+    weights = [parts(found[0] * decay, rough) for found, decay in zip(scores, decays, strict=True)]
+    values: list[jax.Array] = [refs.value[0, :, _part(i, plan.Dv)] for i in heads]
     if plan.beta:
-        solved = inverses(systems, count)
-        targets = [values[i].astype(jnp.float32) - past[i][0] * columns[i][:, KEPT : KEPT + 1] for i in heads]
-        values = [
-            product(_half(solved[i // 2], i, count), parts(targets[i], count), count) * columns[i][:, BETA : BETA + 1]
-            for i in heads
+        # With B the diagonal matrix of betas, (I + B M)⁻¹ B = B (I + M B)⁻¹, whose betas are along the lanes.
+        systems = [
+            jnp.where(_is_before(), found[1] * decay * gates.row("beta", i), 0.0)
+            for i, (found, decay) in enumerate(zip(scores, decays, strict=True))
         ]
-    few = count if exact else 1
+        solutions = [parts(x, count) for x in inverses(systems, count)]
+        values = [
+            gates.of_head("beta", i, plan.Dv) * product(
+                _half(solutions[i // 2], i),
+                parts(values[i].astype(jnp.float32) - past[i].of_key * gates.of_head("kept", i, plan.Dv), count), count,
+            )
+            for i in heads
+        ]  # fmt: skip
     for i in heads:
-        found = product(_half(weights[i // 2], i, few), parts(values[i], few), few)
-        outputs = (past[i][1] * columns[i][:, KEPT : KEPT + 1] + found) * plan.scale
-        refs.outputs[0, :, of(i, plan.Dv)] = outputs.astype(refs.outputs.dtype)
+        found = product(_half(weights[i // 2], i), parts(values[i], rough), rough)
+        outputs = (past[i].of_query * gates.of_head("kept", i, plan.Dv) + found) * plan.scale
+        refs.outputs[0, :, _part(i, plan.Dv)] = outputs.astype(refs.outputs.dtype)
     for i in heads:
-        added = values[i].astype(jnp.float32) * columns[i][:, TO_END : TO_END + 1]
-        added = product(keys[i], parts(added, count), count, BY_COLUMNS)
-        refs.state[0, i] = gates[i][WHOLE : WHOLE + 1, :1] * refs.state[0, i] + added
+        added = parts(values[i].astype(jnp.float32) * gates.of_head("to_end", i, plan.Dv), count)
+        whole = jnp.concatenate([gates.whole(i)] * (plan.Dv // _LANES), axis=1)
+        refs.state[0, i] = whole * refs.state[0, i] + product(keys[i], added, count, BY_COLUMNS)
 
 
-def of(i: int, width: int) -> slice:
-    """The lanes of a head."""
+def _scores(plan: LinearPlan, queries: list[list[jax.Array]], keys: list[list[jax.Array]]) -> list[jax.Array]:
+    """Of a pair of heads, [C, 128]: products of queries with keys, and with the delta rule of keys with keys."""
+    rows = [*queries, *(keys if plan.beta else [])]
+    found = product(_stacked(rows), _stacked(keys), plan.passes, BY_ROWS)
+    is_first = lax.broadcasted_iota(jnp.int32, (CHUNK, _LANES), 1) < CHUNK
+    cut = [found[_part(i, CHUNK)] for i in range(len(rows))]
+    return [jnp.where(is_first, *cut[i : i + 2]) for i in range(0, len(cut), 2)]
+
+
+def _past(plan: LinearPlan, rough: int, query: list[jax.Array], key: list[jax.Array], state: jax.Array) -> Past:
+    states = parts(state, plan.passes)
+    if not plan.beta:
+        return Past(product(query, states, rough), None)
+    found = product(_stacked([query, key]), states, rough)
+    of_query, of_key = found[:CHUNK], found[CHUNK:]
+    return Past(of_query, of_key if rough == plan.passes else of_key + product(key, states[1:], plan.passes - 1))
+
+
+def _decays(gates: Gates, pair: int) -> jax.Array:
+    """The products of decays after token j up to token i, 0 for i < j; [C, 128] of a pair of heads."""
+
+    def difference(name: str) -> jax.Array:
+        return gates.of_pair(name, pair) - gates.row(name, pair)
+
+    keeps = (difference("resets") == 0) & ~_is_before(reverse=True)
+    return jnp.exp(jnp.where(keeps, difference("coarse") + difference("fine"), -jnp.inf))
+
+
+def _is_before(reverse: bool = False) -> jax.Array:
+    """Whether token j is before token i; the reverse: whether i is before j. [C, 128]."""
+    row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, _LANES), axis) for axis in (0, 1))
+    column = lane & (CHUNK - 1)
+    return row < column if reverse else column < row
+
+
+def _part(i: int, width: int) -> slice:
+    """The i-th ``width`` lanes or rows."""
     return slice(i * width, (i + 1) * width)
 
 
-def _beside(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The left half of the lanes of one array, and the right half of another."""
-    return jnp.where(lax.broadcasted_iota(jnp.int32, a.shape, 1) < CHUNK, a, b)
-
-
-def _half(x: jax.Array, head: int, count: int) -> list[jax.Array]:
-    """The parts of a head's half of the lanes."""
-    return [part[:, of(head % 2, CHUNK)] for part in parts(x, count)]
+def _half(x: list[jax.Array], head: int) -> list[jax.Array]:
+    """A head's half of the lanes of a pair's parts."""
+    return [part[:, _part(head % 2, CHUNK)] for part in x]
 
 
 def _stacked(matrices: list[list[jax.Array]]) -> list[jax.Array]:

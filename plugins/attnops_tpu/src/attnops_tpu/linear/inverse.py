@@ -45,7 +45,7 @@ def _joined(pairs: list[jax.Array], shifts: tuple[int, int]) -> jax.Array:
     """[size, 128] of two pairs of heads, blocks of ``size`` lanes in turn; one pair stands for two."""
     size = pairs[0].shape[0]
     shifted = [pltpu.roll(x, n % _LANES, 1) if n else x for x, n in zip((pairs[0], pairs[-1]), shifts, strict=True)]
-    return jnp.where(_lanes(size) & size == 0, *shifted)
+    return jnp.where(_lanes(size) & size == 0, shifted[0], shifted[1])
 
 
 def _product(a: jax.Array, b: jax.Array, count: int) -> jax.Array:

@@ -52,7 +52,7 @@ class TPULinearAttention(LinearAttention):
         mask: Any = None, return_state: bool = False,
     ) -> LinearOutput:  # fmt: skip
         """See `attnops_linear.LinearAttention.forward_native`."""
-        arrays = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
+        arrays: dict[str, Any] = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
         arrays |= {"initial_state": initial_state, "mask": mask}
         static: Any = {"scale": scale, "return_state": return_state}
         if 0 in (*query.shape[:2], value.shape[2]):

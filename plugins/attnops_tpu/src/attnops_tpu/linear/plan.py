@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -34,7 +33,7 @@ class LinearPlan(NamedTuple):
         Dv: of values, padded.
         scale: of queries.
         beta: whether it is the delta rule.
-        count: of products, see `attnops_tpu.linear.products.product`.
+        passes: the ``count`` of products, see `attnops_tpu.linear.products.product`.
         interpret: whether kernels run in Pallas's interpreter.
     """
 
@@ -44,7 +43,7 @@ class LinearPlan(NamedTuple):
     Dv: int
     scale: float
     beta: bool
-    count: int
+    passes: int
     interpret: bool
 
 
@@ -53,12 +52,15 @@ def plan(
 ) -> LinearPlan:
     """The plan of a call."""
     (K, D), (H, Dv) = query.shape[2:], value.shape[2:]
-    padded = [-(-n // _LANES) * _LANES for n in (D, Dv)]
+    D, Dv = (-(-n // _LANES) * _LANES for n in (D, Dv))
+    scale = query.shape[3] ** -0.5 if scale is None else scale
     # Two buffers each for the first state and the last.
-    room = generation().vmem // _SHARE // (4 * 4 * math.prod(padded))
+    room = generation().vmem // _SHARE // (4 * 4 * D * Dv)
     keys, heads = heads_of_step(K, H, max(1, min(_HEADS, room)))
-    count = _COUNTS.get(metadata.precision, 3)
-    return LinearPlan(keys, heads, *padded, D**-0.5 if scale is None else scale, beta, count, metadata.interpret)
+    return LinearPlan(
+        keys=keys, heads=heads, D=D, Dv=Dv, scale=scale, beta=beta, passes=_COUNTS.get(metadata.precision, 3),
+        interpret=metadata.interpret,
+    )  # fmt: skip
 
 
 def heads_of_step(K: int, H: int, most: int) -> tuple[int, int]:

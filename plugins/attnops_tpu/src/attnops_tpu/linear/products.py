@@ -31,9 +31,7 @@ def parts(x: jax.Array, count: int) -> list[jax.Array]:
     return found
 
 
-def product(
-    a: Sequence[jax.Array], b: Sequence[jax.Array], count: int, axes: tuple[int, int] = PLAIN
-) -> jax.Array:
+def product(a: Sequence[jax.Array], b: Sequence[jax.Array], count: int, axes: tuple[int, int] = PLAIN) -> jax.Array:
     """The product of two matrices, float32.
 
     Args:

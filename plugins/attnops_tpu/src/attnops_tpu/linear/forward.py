@@ -68,16 +68,17 @@ def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
     def of_keys(b: Any, h: Any, n: Any) -> tuple[Any, ...]:
         return b, n, lax.div(h, jnp.int32(same))
 
+    def of_chunk(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, 1, *x.shape[3:]), lambda b, h, n: (b, h, n, 0, 0))
+
     state = pl.BlockSpec((1, heads, plan.D, plan.Dv), lambda b, h, n: (b, h, 0, 0))
     values = pl.BlockSpec((1, chunk, heads * plan.Dv), lambda b, h, n: (b, n, h))
     refs = Refs(
         Input(given.query, pl.BlockSpec((1, chunk, keys * plan.D), of_keys)),
         Input(given.key, pl.BlockSpec((1, chunk, keys * plan.D), of_keys)),
         Input(given.value, values),
-        *(
-            Input(x, pl.BlockSpec((1, 1, 1, *x.shape[3:]), lambda b, h, n: (b, h, n, 0, 0)))
-            for x in (given.rows, given.columns)
-        ),
+        Input(given.rows, of_chunk(given.rows)),
+        Input(given.columns, of_chunk(given.columns)),
         Input(given.copies, pl.BlockSpec(given.copies.shape, lambda b, h, n: (0, 0))),
         Input(given.state, state),
         Output(jax.ShapeDtypeStruct(given.value.shape, dtype), values),
@@ -109,7 +110,7 @@ class Gates:
         return self._row(ROWS.index("whole") + head % 2, head // 2)
 
     def of_pair(self, name: str, pair: int) -> jax.Array:
-        """[C, 128]: a token's value of the first head in the first half of the lanes, of the second one in the other."""
+        """[C, 128]: a token's value, of the first head in one half of the lanes and of the second in the other."""
         return self._block(OF_PAIR.index(name), pair)
 
     def of_head(self, name: str, head: int, width: int) -> jax.Array:
@@ -130,11 +131,11 @@ class Past(NamedTuple):
 
     Attributes:
         of_query: the state's values for queries, q S.
-        of_key: those for keys; None without the delta rule.
+        of_key: those for keys; with the delta rule only.
     """
 
     of_query: jax.Array
-    of_key: jax.Array | None
+    of_key: Any
 
 
 def _kernel(plan: LinearPlan, refs: Refs) -> None:
@@ -169,13 +170,13 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
             for i, (found, decay) in enumerate(zip(scores, decays, strict=True))
         ]
         solutions = [parts(x, count) for x in inverses(systems, count)]
+        targets = [
+            x.astype(jnp.float32) - past[i].of_key * gates.of_head("kept", i, plan.Dv) for i, x in enumerate(values)
+        ]
         values = [
-            gates.of_head("beta", i, plan.Dv) * product(
-                _half(solutions[i // 2], i),
-                parts(values[i].astype(jnp.float32) - past[i].of_key * gates.of_head("kept", i, plan.Dv), count), count,
-            )
-            for i in heads
-        ]  # fmt: skip
+            product(_half(solutions[i // 2], i), parts(x, count), count) * gates.of_head("beta", i, plan.Dv)
+            for i, x in enumerate(targets)
+        ]
     for i in heads:
         found = product(_half(weights[i // 2], i), parts(values[i], rough), rough)
         outputs = (past[i].of_query * gates.of_head("kept", i, plan.Dv) + found) * plan.scale
@@ -192,7 +193,7 @@ def _scores(plan: LinearPlan, queries: list[list[jax.Array]], keys: list[list[ja
     found = product(_stacked(rows), _stacked(keys), plan.passes, BY_ROWS)
     is_first = lax.broadcasted_iota(jnp.int32, (CHUNK, _LANES), 1) < CHUNK
     cut = [found[_part(i, CHUNK)] for i in range(len(rows))]
-    return [jnp.where(is_first, *cut[i : i + 2]) for i in range(0, len(cut), 2)]
+    return [jnp.where(is_first, cut[i], cut[i + 1]) for i in range(0, len(cut), 2)]
 
 
 def _past(plan: LinearPlan, rough: int, query: list[jax.Array], key: list[jax.Array], state: jax.Array) -> Past:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops_tpu.linear.plan import LinearPlan, compiler_params
+from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.prepare import padded_state, zeroed
+from attnops_tpu.linear.products import BY_COLUMNS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
+
+_PARTS: Final = 3
 
 
 class Refs(NamedTuple):
@@ -22,6 +25,7 @@ class Refs(NamedTuple):
     query: Any  # [1, 1, T · k, D] float32
     key: Any  # [1, 1, T · k, D] float32
     value: Any  # [1, 1, T · h, Dv] float32
+    copies: Any  # [3 · k, k · 128] bfloat16, by which a product copies three parts of each of k columns to 128 lanes
     initial: Any  # [1, h, D, Dv]
     outputs: Any  # [1, 1, T · h, Dv] float32
     state: Any  # [1, h, D, Dv]
@@ -61,12 +65,14 @@ def decode(
     queries, keys = (widened(of_steps(x, plan.keys), plan.D) for x in (query, key))
     values, state = widened(of_steps(value, plan.heads), plan.Dv), padded_state(plan, initial_state, B, H)
     gates = jnp.swapaxes(gates, 2, 3)
+    copies = jnp.tile(jnp.repeat(jnp.eye(plan.keys, dtype=jnp.bfloat16), LANES, axis=1), (_PARTS, 1))
     states = pl.BlockSpec((1, plan.heads, plan.D, plan.Dv), lambda b, h: (b, h, 0, 0))
     refs = Refs(
         Input(gates, block(gates.shape, memory_space=pltpu.SMEM)),
-        Input(queries * plan.scale, block(queries.shape, same)),
+        Input(queries, block(queries.shape, same)),
         Input(keys, block(keys.shape, same)),
         Input(values, block(values.shape)),
+        Input(copies, pl.BlockSpec(copies.shape, lambda b, h: (0, 0))),
         Input(state, states),
         Output(jax.ShapeDtypeStruct(values.shape, jnp.float32), block(values.shape)),
         Output(jax.ShapeDtypeStruct(state.shape, jnp.float32), states, over=state),
@@ -81,19 +87,31 @@ def decode(
 
 def _kernel(plan: LinearPlan, T: int, refs: Refs) -> None:
     """The tokens of some heads of a row."""
-    query, key = refs.query[0, 0].T, refs.key[0, 0].T
+    columns = [_columns(refs, t, plan.keys) for t in range(T)]
     for head in range(plan.heads):
-        state, i = refs.initial[0, head], head * plan.keys // plan.heads
-        for t in range(T):
-            kept, of_key = refs.gates[0, 0, 0, t * plan.heads + head], t * plan.keys + i
-            # Once: each use of a column would copy it to all lanes again.
-            column = jnp.broadcast_to(key[:, of_key : of_key + 1], state.shape)
-            value = refs.value[0, 0, t * plan.heads + head][None]
+        state = refs.initial[0, head]
+        lanes = _part(head * plan.keys // plan.heads, LANES)
+        for t, column in enumerate(columns):
+            row = t * plan.heads + head
+            query, key = (
+                jnp.concatenate([column[_part(i, plan.D), lanes]] * (plan.Dv // LANES), axis=1) for i in range(2)
+            )
+            kept, value = refs.gates[0, 0, 0, row], refs.value[0, 0, row : row + 1]
             state = jnp.where(kept == 0, 0.0, state * kept)
             if plan.beta:
-                rate = refs.gates[0, 0, 0, (T + t) * plan.heads + head]
-                value = rate * (value - jnp.sum(state * column, axis=0, keepdims=True))
-            state = state + column * value
-            found = jnp.sum(state * query[:, of_key : of_key + 1], axis=0, keepdims=True)
-            refs.outputs[0, 0, t * plan.heads + head] = found[0]
+                rate = refs.gates[0, 0, 0, T * plan.heads + row]
+                value = rate * (value - jnp.sum(state * key, axis=0, keepdims=True))
+            state = state + key * value
+            refs.outputs[0, 0, row : row + 1] = plan.scale * jnp.sum(state * query, axis=0, keepdims=True)
         refs.state[0, head] = state
+
+
+def _columns(refs: Refs, t: int, keys: int) -> jax.Array:
+    """[2 · D, k · 128]: the queries of a token, and below them the keys, those of a head in each of 128 lanes."""
+    rows = jnp.concatenate([x[0, 0, _part(t, keys)] for x in (refs.query, refs.key)], axis=1)
+    stacked = jnp.concatenate([x.astype(jnp.float32) for x in parts(rows, _PARTS)], axis=0).astype(jnp.bfloat16)
+    return product([stacked], [refs.copies[...]], 1, BY_COLUMNS)
+
+
+def _part(i: int, width: int) -> slice:
+    return slice(i * width, (i + 1) * width)

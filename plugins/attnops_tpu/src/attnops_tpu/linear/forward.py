@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,11 @@ from attnops_linear import LinearOutput
 from attnops_linear.chunks import FEW
 from attnops_tpu.linear.decode import decode
 from attnops_tpu.linear.inverse import inverses
-from attnops_tpu.linear.plan import LinearPlan, compiler_params
+from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
 from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS, Arrays, arrays
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
-
-_LANES: Final = 128
 
 
 class Refs(NamedTuple):
@@ -116,14 +114,14 @@ class Gates:
     def of_head(self, name: str, head: int, width: int) -> jax.Array:
         """[C, width]: a token's value."""
         block = self._block(len(OF_PAIR) + 2 * OF_HEAD.index(name) + head % 2, head // 2)
-        return jnp.concatenate([block] * (width // _LANES), axis=1)
+        return jnp.concatenate([block] * (width // LANES), axis=1)
 
     def _row(self, row: int, pair: int) -> jax.Array:
-        x: jax.Array = self._rows[0, 0, 0, row : row + 1, _part(pair, _LANES)]
+        x: jax.Array = self._rows[0, 0, 0, row : row + 1, _part(pair, LANES)]
         return x
 
     def _block(self, i: int, pair: int) -> jax.Array:
-        return self._columns[_part(pair, CHUNK), _part(i, _LANES)]
+        return self._columns[_part(pair, CHUNK), _part(i, LANES)]
 
 
 class Past(NamedTuple):
@@ -183,7 +181,7 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
         refs.outputs[0, :, _part(i, plan.Dv)] = outputs.astype(refs.outputs.dtype)
     for i in heads:
         added = parts(values[i].astype(jnp.float32) * gates.of_head("to_end", i, plan.Dv), count)
-        whole = jnp.concatenate([gates.whole(i)] * (plan.Dv // _LANES), axis=1)
+        whole = jnp.concatenate([gates.whole(i)] * (plan.Dv // LANES), axis=1)
         refs.state[0, i] = whole * refs.state[0, i] + product(keys[i], added, count, BY_COLUMNS)
 
 
@@ -191,7 +189,7 @@ def _scores(plan: LinearPlan, queries: list[list[jax.Array]], keys: list[list[ja
     """Of a pair of heads, [C, 128]: products of queries with keys, and with the delta rule of keys with keys."""
     rows = [*queries, *(keys if plan.beta else [])]
     found = product(_stacked(rows), _stacked(keys), plan.passes, BY_ROWS)
-    is_first = lax.broadcasted_iota(jnp.int32, (CHUNK, _LANES), 1) < CHUNK
+    is_first = lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), 1) < CHUNK
     cut = [found[_part(i, CHUNK)] for i in range(len(rows))]
     return [jnp.where(is_first, cut[i], cut[i + 1]) for i in range(0, len(cut), 2)]
 
@@ -217,7 +215,7 @@ def _decays(gates: Gates, pair: int) -> jax.Array:
 
 def _is_before(reverse: bool = False) -> jax.Array:
     """Whether token j is before token i; the reverse: whether i is before j. [C, 128]."""
-    row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, _LANES), axis) for axis in (0, 1))
+    row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), axis) for axis in (0, 1))
     column = lane & (CHUNK - 1)
     return row < column if reverse else column < row
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops_tpu.linear.plan import LANES
 from attnops_tpu.linear.products import parts, product
 
 _CHUNK: Final = 64
 _BLOCK: Final = 16
-_LANES: Final = 128
 
 
 def inverses(strict: list[jax.Array], count: int) -> list[jax.Array]:
@@ -32,7 +32,7 @@ def inverses(strict: list[jax.Array], count: int) -> list[jax.Array]:
         joined = [_joined(below[four], (0, size)) for four in fours]
         joined = [_product(x, _joined(found[four], (0, size)), count) for x, four in zip(joined, fours, strict=True)]
         joined = [_product(_joined(found[four], (-size, 0)), x, count) for x, four in zip(joined, fours, strict=True)]
-        corners = [y for x in joined for y in (x, pltpu.roll(x, _LANES - size, 1))]
+        corners = [y for x in joined for y in (x, pltpu.roll(x, LANES - size, 1))]
         is_first = _lanes(size) & size == 0
         found = [
             jnp.concatenate([jnp.where(is_first, x, 0.0), jnp.where(is_first, -corner, x)], axis=0)
@@ -44,7 +44,7 @@ def inverses(strict: list[jax.Array], count: int) -> list[jax.Array]:
 def _joined(pairs: list[jax.Array], shifts: tuple[int, int]) -> jax.Array:
     """[size, 128] of two pairs of heads, blocks of ``size`` lanes in turn; one pair stands for two."""
     size = pairs[0].shape[0]
-    shifted = [pltpu.roll(x, n % _LANES, 1) if n else x for x, n in zip((pairs[0], pairs[-1]), shifts, strict=True)]
+    shifted = [pltpu.roll(x, n % LANES, 1) if n else x for x, n in zip((pairs[0], pairs[-1]), shifts, strict=True)]
     return jnp.where(_lanes(size) & size == 0, shifted[0], shifted[1])
 
 
@@ -52,12 +52,12 @@ def _product(a: jax.Array, b: jax.Array, count: int) -> jax.Array:
     """The products of blocks of [size, 128]."""
     size = a.shape[0]
     block = _lanes(size) >> (size.bit_length() - 1)
-    on_diagonal = jnp.concatenate([jnp.where(block == i, b, 0.0) for i in range(_LANES // size)], axis=0)
+    on_diagonal = jnp.concatenate([jnp.where(block == i, b, 0.0) for i in range(LANES // size)], axis=0)
     return product(parts(a, count), parts(on_diagonal, count), count)
 
 
 def _lanes(size: int) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, (size, _LANES), 1)
+    return lax.broadcasted_iota(jnp.int32, (size, LANES), 1)
 
 
 def _rows(x: jax.Array, size: int, offset: int, period: int) -> jax.Array:
@@ -70,7 +70,7 @@ def _rows(x: jax.Array, size: int, offset: int, period: int) -> jax.Array:
 
 def _substituted(strict: jax.Array) -> jax.Array:
     """The inverses of the eight blocks of [16, 128]: the rows after each row are reduced by it."""
-    lanes, rows = _lanes(_BLOCK), lax.broadcasted_iota(jnp.int32, (_BLOCK, _LANES), 0)
+    lanes, rows = _lanes(_BLOCK), lax.broadcasted_iota(jnp.int32, (_BLOCK, LANES), 0)
     found, first, done = jnp.where(lanes & (_BLOCK - 1) == rows, 1.0, 0.0), 0, []
     for j in range(_BLOCK - 1):
         row = found[j - first : j - first + 1]

@@ -13,7 +13,7 @@ from attnops.typing import PyTree
 from attnops_tpu.generations import bounds_checks, generation
 from attnops_tpu.references import needed
 
-_LANES: Final = 128
+LANES: Final = 128
 # Products of bfloat16 parts are those of XLA at each precision: 1, 3 and 6.
 _COUNTS: Final[dict[Any, int]] = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2}
 # Value heads of a grid step: at most so many, whose states have at most this share of vector memory.
@@ -52,7 +52,7 @@ def plan(
 ) -> LinearPlan:
     """The plan of a call."""
     (K, D), (H, Dv) = query.shape[2:], value.shape[2:]
-    D, Dv = (-(-n // _LANES) * _LANES for n in (D, Dv))
+    D, Dv = (-(-n // LANES) * LANES for n in (D, Dv))
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # Two buffers each for the first state and the last.
     room = generation().vmem // _SHARE // (4 * 4 * D * Dv)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import attnops
 from attnops import OperationMetadata
@@ -93,6 +96,27 @@ def test_each_precision_is_as_exact_as_it_says() -> None:
         found = np.asarray(operation(**arrays).attention_outputs)  # type: ignore[arg-type]
         errors.append(np.abs(found - exact).max() / np.abs(exact).max())
     assert errors[0] < 2e-6 < errors[1] < 1e-4 < errors[2] < 3e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [4, 70])
+def test_sharded_types_and_mixed_dtypes(T: int) -> None:
+    (query, key, value), options = problem(T)(np.random.default_rng(0))
+    arrays = {"query": query, "key": key, "value": value, **options}
+    arrays = {name: jnp.asarray(x, jnp.bfloat16 if name == "query" else jnp.float32) for name, x in arrays.items()}
+    operation = TPULinearAttention(OperationMetadata(platform="tpu", interpret=True))
+
+    def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        return tuple(operation(**arrays, return_state=True))  # type: ignore[arg-type]
+
+    expected = LinearAttention()(**arrays, return_state=True)  # type: ignore[arg-type]
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        specs = {name: P("dp", "tp") if name == "initial_state" else P("dp", None, "tp") for name in arrays}
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+        outputs, state = jax.jit(run)(placed)
+    np.testing.assert_allclose(outputs.astype(jnp.float32), expected[0].astype(jnp.float32), atol=1e-2)
+    np.testing.assert_allclose(state, expected.state, atol=3e-6)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

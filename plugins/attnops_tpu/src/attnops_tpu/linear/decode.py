@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from attnops.kernels import equally_varying, output_like
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.prepare import padded_state, zeroed
 from attnops_tpu.linear.products import BY_COLUMNS, parts, product
@@ -66,6 +67,7 @@ def decode(
     values, state = widened(of_steps(value, plan.heads), plan.Dv), padded_state(plan, initial_state, B, H)
     gates = jnp.swapaxes(gates, 2, 3)
     copies = jnp.tile(jnp.repeat(jnp.eye(plan.keys, dtype=jnp.bfloat16), LANES, axis=1), (_PARTS, 1))
+    gates, queries, keys, values, copies, state = equally_varying((gates, queries, keys, values, copies, state))
     states = pl.BlockSpec((1, plan.heads, plan.D, plan.Dv), lambda b, h: (b, h, 0, 0))
     refs = Refs(
         Input(gates, block(gates.shape, memory_space=pltpu.SMEM)),
@@ -74,8 +76,8 @@ def decode(
         Input(values, block(values.shape)),
         Input(copies, pl.BlockSpec(copies.shape, lambda b, h: (0, 0))),
         Input(state, states),
-        Output(jax.ShapeDtypeStruct(values.shape, jnp.float32), block(values.shape)),
-        Output(jax.ShapeDtypeStruct(state.shape, jnp.float32), states, over=state),
+        Output(output_like(state, values.shape, state.dtype), block(values.shape)),
+        Output(output_like(state, state.shape, state.dtype), states, over=state),
     )
     outputs, last = call_kernel(
         functools.partial(_kernel, plan, T), refs, "linear_attention_decode", grid=(B, groups),

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attnops import OperationMetadata
+from attnops.kernels import equally_varying, output_like
 from attnops_linear import LinearOutput
 from attnops_linear.chunks import FEW
 from attnops_tpu.linear.decode import decode
@@ -58,6 +59,7 @@ def forward(
 
 def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
     """The outputs [B, N · C, H · Dv] and the last state [B, H, D, Dv]."""
+    given = Arrays(*equally_varying(tuple(given)))
     (B, H), N = given.state.shape[:2], given.rows.shape[2]
     chunk, keys, heads = CHUNK, plan.keys, plan.heads
     # How many steps in turn have the same key head.
@@ -79,8 +81,8 @@ def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
         Input(given.columns, of_chunk(given.columns)),
         Input(given.copies, pl.BlockSpec(given.copies.shape, lambda b, h, n: (0, 0))),
         Input(given.state, state),
-        Output(jax.ShapeDtypeStruct(given.value.shape, dtype), values),
-        Output(jax.ShapeDtypeStruct(given.state.shape, jnp.float32), state, over=given.state),
+        Output(output_like(given.value, given.value.shape, dtype), values),
+        Output(output_like(given.value, given.state.shape, jnp.dtype(jnp.float32)), state, over=given.state),
     )
     outputs, last = call_kernel(
         functools.partial(_kernel, plan), refs, "linear_attention", grid=(B, H // heads, N),
@@ -147,8 +149,8 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     def _() -> None:
         refs.state[...] = refs.initial[...]
 
-    # Outputs that are rounded to bfloat16 need no other parts.
-    count, rough = plan.passes, plan.passes if refs.outputs.dtype == jnp.float32 else 1
+    # Outputs of bfloat16 arrays are rounded to it, and need no other parts.
+    count, rough = plan.passes, plan.passes if refs.key.dtype == jnp.float32 else 1
     heads = range(plan.heads)
     gates = Gates(refs)
     keys, queries = (

@@ -65,7 +65,7 @@ def arrays(
 
     def of_heads(x: jax.Array | None) -> jax.Array:
         """[B, H, N, C, 1] float32, of an array [H], [B, T, H] or [B, T, 1]; 0 for None."""
-        x = jnp.zeros((B, T, 1)) if x is None else jnp.broadcast_to(x, (B, T, x.shape[-1]))
+        x = jnp.zeros((B, T, 1), jnp.float32) if x is None else jnp.broadcast_to(x, (B, T, x.shape[-1]))
         x = jnp.pad(zeroed(x, is_token), ((0, 0), (0, N * CHUNK - T), (0, 0))).astype(jnp.float32)
         x = jnp.moveaxis(x, 2, 1).reshape(B, x.shape[2], N, CHUNK, 1)
         return jnp.broadcast_to(x, (B, H, N, CHUNK, 1))
@@ -114,6 +114,6 @@ def zeroed(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
 def padded_state(plan: LinearPlan, state: jax.Array | None, B: int, H: int) -> jax.Array:
     """The first state, [B, H, D, Dv] float32 with padded head dims."""
     if state is None:
-        return jnp.zeros((B, H, plan.D, plan.Dv))
+        return jnp.zeros((B, H, plan.D, plan.Dv), jnp.float32)
     D, Dv = state.shape[2:]
     return jnp.pad(state, ((0, 0), (0, 0), (0, plan.D - D), (0, plan.Dv - Dv))).astype(jnp.float32)

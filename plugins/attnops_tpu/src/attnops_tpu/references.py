@@ -49,7 +49,8 @@ class Output:
     array: jax.ShapeDtypeStruct  # its shape and dtype
     spec: pl.BlockSpec  # its blocks
     # The array in whose place it is written, which it equals where the kernel writes nothing; None for none. The kernel
-    # has one reference for both.
+    # has one reference for both, unless the array is that of an `Input` too: then its blocks are read before their
+    # places are written.
     over: jax.Array | None = None
 
 
@@ -80,6 +81,8 @@ def call_kernel(
     """
     leaves, structure = jax.tree.flatten(refs)
     places: dict[str, list[int]] = {"scalars": [], "inputs": [], "outputs": [], "scratch": []}
+    read = {id(x.array): place for place, x in enumerate(leaves) if isinstance(x, Input)}
+    over: dict[int, int] = {}  # the place of the input, by that of the output
     for place, x in enumerate(leaves):
         if isinstance(x, Prefetched):
             places["scalars"].append(place)
@@ -87,7 +90,9 @@ def call_kernel(
             places["inputs"].append(place)
         elif isinstance(x, Output):
             places["outputs"].append(place)
-            places["inputs"] += [] if x.over is None else [place]
+            if x.over is not None:
+                over[place] = read.get(id(x.over), place)
+                places["inputs"] += [place] if over[place] == place else []
         else:
             places["scratch"].append(place)
     # Where a place is both an input and an output, the kernel gets the output's reference.
@@ -102,8 +107,8 @@ def call_kernel(
         body,
         out_shape=[x.array for x in outputs],
         input_output_aliases={
-            len(scalars) + i: places["outputs"].index(place)
-            for i, place in enumerate(places["inputs"]) if place in places["outputs"]
+            len(scalars) + places["inputs"].index(over[place]): i
+            for i, place in enumerate(places["outputs"]) if place in over
         },
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),

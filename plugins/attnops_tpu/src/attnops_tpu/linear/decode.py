@@ -1,0 +1,119 @@
+"""The kernel of few tokens: token by token, with all arithmetic in float32 by the vector unit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops.kernels import equally_varying, output_like
+from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
+from attnops_tpu.linear.prepare import padded_state, zeroed
+from attnops_tpu.linear.products import BY_COLUMNS, parts, product
+from attnops_tpu.references import Input, Output, call_kernel
+
+_PARTS: Final = 3
+
+
+class Refs(NamedTuple):
+    """The references of the kernel, of k key heads and h value heads of a row, and T tokens."""
+
+    gates: Any  # [1, 1, 1, 2 · T · h] float32 in scalar memory: what is kept of the state, then rates
+    query: Any  # [1, 1, T · k, D] float32
+    key: Any  # [1, 1, T · k, D] float32
+    value: Any  # [1, 1, T · h, Dv] float32
+    copies: Any  # [3 · k, k · 128] bfloat16, by which a product copies three parts of each of k columns to 128 lanes
+    initial: Any  # [1, h, D, Dv]
+    outputs: Any  # [1, 1, T · h, Dv] float32
+    state: Any  # [1, h, D, Dv]
+
+
+def decode(
+    plan: LinearPlan, query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array | None,
+    beta: jax.Array | None, initial_state: jax.Array | None, mask: Any,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The outputs [B, T, H, Dv] float32 and the last state [B, H, D, Dv], padded."""
+    is_token, starts = (None, None) if mask is None else mask
+    (B, T), H = query.shape[:2], value.shape[2]
+    groups = H // plan.heads
+
+    def of_steps(x: jax.Array, heads: int) -> jax.Array:
+        """[B, steps, T · heads, last] of an array [B, T, all heads, last]."""
+        x = jnp.moveaxis(x.astype(jnp.float32).reshape(B, T, -1, heads, x.shape[3]), 2, 1)
+        return x.reshape(B, -1, T * heads, x.shape[4])
+
+    def of_heads(x: jax.Array | None, otherwise: float) -> jax.Array:
+        x = jnp.broadcast_to(jnp.asarray(otherwise if x is None else x, jnp.float32), (B, T, H))
+        return zeroed(x, is_token)[..., None]
+
+    query, key, value = (zeroed(x, is_token) for x in (query, key, value))
+    kept = jnp.exp(of_heads(decay, 0.0))
+    kept = kept if starts is None else jnp.where(starts[:, :, None, None], 0.0, kept)
+    gates = jnp.concatenate([of_steps(kept, plan.heads), of_steps(of_heads(beta, 1.0), plan.heads)], axis=2)
+    # How many steps in turn have the same key head.
+    same = groups * plan.keys // query.shape[2]
+
+    def block(shape: tuple[int, ...], shared: int = 1, **options: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, *shape[2:]), lambda b, h: (b, jax.lax.div(h, jnp.int32(shared)), 0, 0), **options)
+
+    def widened(x: jax.Array, width: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3])))
+
+    queries, keys = (widened(of_steps(x, plan.keys), plan.D) for x in (query, key))
+    values, state = widened(of_steps(value, plan.heads), plan.Dv), padded_state(plan, initial_state, B, H)
+    gates = jnp.swapaxes(gates, 2, 3)
+    copies = jnp.tile(jnp.repeat(jnp.eye(plan.keys, dtype=jnp.bfloat16), LANES, axis=1), (_PARTS, 1))
+    gates, queries, keys, values, copies, state = equally_varying((gates, queries, keys, values, copies, state))
+    states = pl.BlockSpec((1, plan.heads, plan.D, plan.Dv), lambda b, h: (b, h, 0, 0))
+    refs = Refs(
+        Input(gates, block(gates.shape, memory_space=pltpu.SMEM)),
+        Input(queries, block(queries.shape, same)),
+        Input(keys, block(keys.shape, same)),
+        Input(values, block(values.shape)),
+        Input(copies, pl.BlockSpec(copies.shape, lambda b, h: (0, 0))),
+        Input(state, states),
+        Output(output_like(state, values.shape, state.dtype), block(values.shape)),
+        Output(output_like(state, state.shape, state.dtype), states, over=state),
+    )
+    outputs, last = call_kernel(
+        functools.partial(_kernel, plan, T), refs, "linear_attention_decode", grid=(B, groups),
+        params=compiler_params(plan, refs, 2), interpret=plan.interpret,
+    )  # fmt: skip
+    outputs = jnp.moveaxis(outputs.reshape(B, groups, T, plan.heads, plan.Dv), 1, 2)
+    return outputs.reshape(B, T, H, plan.Dv), last
+
+
+def _kernel(plan: LinearPlan, T: int, refs: Refs) -> None:
+    """The tokens of some heads of a row."""
+    columns = [_columns(refs, t, plan.keys) for t in range(T)]
+    for head in range(plan.heads):
+        state = refs.initial[0, head]
+        lanes = _part(head * plan.keys // plan.heads, LANES)
+        for t, column in enumerate(columns):
+            row = t * plan.heads + head
+            query, key = (
+                jnp.concatenate([column[_part(i, plan.D), lanes]] * (plan.Dv // LANES), axis=1) for i in range(2)
+            )
+            kept, value = refs.gates[0, 0, 0, row], refs.value[0, 0, row : row + 1]
+            state = jnp.where(kept == 0, 0.0, state * kept)
+            if plan.beta:
+                rate = refs.gates[0, 0, 0, T * plan.heads + row]
+                value = rate * (value - jnp.sum(state * key, axis=0, keepdims=True))
+            state = state + key * value
+            refs.outputs[0, 0, row : row + 1] = plan.scale * jnp.sum(state * query, axis=0, keepdims=True)
+        refs.state[0, head] = state
+
+
+def _columns(refs: Refs, t: int, keys: int) -> jax.Array:
+    """[2 · D, k · 128]: the queries of a token, and below them the keys, those of a head in each of 128 lanes."""
+    rows = jnp.concatenate([x[0, 0, _part(t, keys)] for x in (refs.query, refs.key)], axis=1)
+    stacked = jnp.concatenate([x.astype(jnp.float32) for x in parts(rows, _PARTS)], axis=0).astype(jnp.bfloat16)
+    return product([stacked], [refs.copies[...]], 1, BY_COLUMNS)
+
+
+def _part(i: int, width: int) -> slice:
+    return slice(i * width, (i + 1) * width)

@@ -1,0 +1,74 @@
+"""LinearAttention for TPUs: the operation and its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import jax
+
+from attnops import Limits, OperationMetadata, Reason, Request
+from attnops_linear import LinearAttention, LinearOutput, LinearRequest
+
+# The head dims that vector memory has room for.
+LARGEST = 256
+
+
+class TPULinearAttention(LinearAttention):
+    """Linear attention in Pallas: one kernel for all chunks, with the state in vector memory between them.
+
+    Serves TPUs; on other platforms, and for requests that it refuses, the native forward runs. ``metadata.interpret``
+    runs the kernels in Pallas's interpreter on the host. Derivatives of all orders are those of the native forward.
+    """
+
+    limits: ClassVar[Mapping[str, Limits]] = {"tpu": Limits(dtypes=frozenset({"float32", "bfloat16"}))}
+
+    def __init__(self, metadata: OperationMetadata | None = None) -> None:
+        super().__init__(metadata)
+        if (self.metadata.platform or self.current_backend()) == "tpu":
+            # Now, and not in the first call, which may be traced: from JAX 0.12 on Pallas makes contexts of its own,
+            # and functions that were traced before are traced again.
+            import jax.experimental.pallas.tpu  # noqa: F401
+
+    def unsupported(self, request: Request) -> Iterable[Reason]:
+        """See `attnops.BaseOperation.unsupported`."""
+        if not isinstance(request, LinearRequest):
+            return
+        if request.decay == "channel":
+            yield Reason("decay", "channel", "the kernel has decays by head, constant ones or none",
+                         "the native forward computes decays by channel")  # fmt: skip
+        for name, size in (("head_dim", request.head_dim), ("value_head_dim", request.value_head_dim)):
+            if size > LARGEST:
+                yield Reason(name, size, f"must be at most {LARGEST}", "the native forward takes any")
+
+    def details(self, request: Request) -> Iterable[str]:
+        """See `attnops.BaseOperation.details`."""
+        if isinstance(request, LinearRequest):
+            yield "derivatives are those of the native forward, in plain JAX"
+
+    def forward_tpu(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, decay: jax.Array | None = None,
+        beta: jax.Array | None = None, scale: float | None = None, initial_state: jax.Array | None = None,
+        mask: Any = None, return_state: bool = False,
+    ) -> LinearOutput:  # fmt: skip
+        """See `attnops_linear.LinearAttention.forward_native`."""
+        arrays: dict[str, Any] = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
+        arrays |= {"initial_state": initial_state, "mask": mask}
+        static: Any = {"scale": scale, "return_state": return_state}
+        if 0 in (*query.shape[:2], value.shape[2]):
+            return self.forward_native(**arrays, **static)
+        # Pallas is imported here, so that the plugin can be listed on machines without its requirements.
+        from attnops_tpu.linear.forward import forward
+
+        @jax.custom_jvp
+        def run(arrays: dict[str, Any]) -> LinearOutput:
+            return forward(self.metadata, **arrays, **static)
+
+        @run.defjvp
+        def tangent(primals: Any, tangents: Any) -> tuple[LinearOutput, LinearOutput]:
+            def native(arrays: dict[str, Any]) -> LinearOutput:
+                return self.forward_native(**arrays, **static)
+
+            return run(*primals), jax.jvp(native, primals, tangents)[1]
+
+        return run(arrays)

@@ -1,0 +1,54 @@
+"""Products of float32 matrices by a matrix unit that multiplies bfloat16 numbers.
+
+A float32 number is the sum of three bfloat16 numbers, so that a product is the sum of products of parts, of which those
+that are less than a rounding error are left out. A bfloat16 matrix is its own only part: its products need fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Contracted axes of both operands.
+PLAIN: Final = (1, 0)
+BY_ROWS: Final = (1, 1)
+BY_COLUMNS: Final = (0, 0)
+
+
+def parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """``count`` bfloat16 matrices with the sum ``x``, the largest first; 3 give all bits of float32."""
+    found = []
+    for i in range(count):
+        found.append(x.astype(jnp.bfloat16))
+        if x.dtype == jnp.bfloat16:
+            break
+        if i + 1 < count:
+            x = x - found[-1].astype(jnp.float32)
+    return found
+
+
+def product(a: Sequence[jax.Array], b: Sequence[jax.Array], count: int, axes: tuple[int, int] = PLAIN) -> jax.Array:
+    """The product of two matrices, float32.
+
+    Args:
+        a: the `parts` of the first.
+        b: those of the second.
+        count: of products of parts i and j, those with i + j < count are added.
+        axes: the contracted axes.
+    """
+    along = 1 - axes[0]
+    dimensions: Any = (((axes[0],), (axes[1],)), ((), ()))
+    size, total = a[0].shape[along], None
+    for j, part in reversed(list(enumerate(b[:count]))):
+        # Those with one right operand are a single product of more rows.
+        rows = jnp.concatenate(a[: count - j], axis=along) if len(a) > 1 else a[0]
+        found = lax.dot_general(rows, part, dimensions, preferred_element_type=jnp.float32)
+        for i in reversed(range(found.shape[0] // size)):
+            term = found[i * size : (i + 1) * size]
+            total = term if total is None else total + term
+    assert total is not None
+    return total

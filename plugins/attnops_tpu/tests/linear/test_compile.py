@@ -1,0 +1,44 @@
+"""The kernels are compiled for every generation, by the real compiler, with no TPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnops import OperationMetadata
+from attnops_linear import LinearOutput
+from attnops_tpu.aot import TOPOLOGIES, compile_for
+from attnops_tpu.linear.operation import TPULinearAttention
+
+# What is compiled for a TPU is what a TPU would run.
+pytestmark = [pytest.mark.optimised, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("T", "D", "dtype", "beta"),
+    [
+        (4096, 128, "bfloat16", True),
+        (100, 256, "float32", True),
+        (256, 64, "float32", False),
+        (1, 128, "bfloat16", True),
+    ],
+)
+def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D: int, dtype: str, beta: bool) -> None:
+    B, H = 2, 16
+    operation = TPULinearAttention(OperationMetadata(platform="tpu", on_unsupported="error"))
+    q = jax.ShapeDtypeStruct((B, T, H // 2, D), jnp.dtype(dtype))
+    v = jax.ShapeDtypeStruct((B, T, H, D), jnp.dtype(dtype))
+    gate, state = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, T, H), (B, H, D, D)))
+
+    def run(state: jax.Array, q: jax.Array, v: jax.Array, gate: jax.Array) -> LinearOutput:
+        rates = {"beta": gate} if beta else {}
+        return operation(q, q, v, decay=gate, initial_state=state, return_state=True, mode="prefill", **rates)
+
+    compiled = compile_for(run, (state, q, v, gate), generation, donated=(0,))
+    memory = compiled.memory_analysis()
+    if D % 128 == 0:
+        assert memory.alias_size_in_bytes >= 4 * B * H * D * D
+    # Copies in the kernel's layout.
+    assert memory.temp_size_in_bytes <= 16 * B * (T + 64) * H * max(D, 128) + 2**22

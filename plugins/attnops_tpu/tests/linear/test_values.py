@@ -1,0 +1,137 @@
+"""The suite of attnops-linear on the kernels, in Pallas's interpreter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import attnops
+from attnops import OperationMetadata
+from attnops_linear import LinearAttention, LinearRequest, StateCache
+from attnops_linear.testing import PROBLEMS, Problem, oracle, problem, with_state
+from attnops_testing.reference import CHECKS, ReferenceSubject
+from attnops_testing.runner import Status
+from attnops_tpu.linear.operation import TPULinearAttention
+
+# What the kernel refuses.
+BY_CHANNEL = {
+    name for name in PROBLEMS
+    if "channel" in name or name in ("documents and padding", *(f"T = {T}" for T in (1, 5, 63, 65)))
+}  # fmt: skip
+MORE = {
+    "two pairs of key heads": problem(70, K=4, H=8),
+    "more value heads than a grid step has": problem(70, K=1, H=18, B=1),
+    "head dims of 130 and 256": problem(70, D=130, Dv=256, B=1),
+    "few tokens of documents": problem(3, mask=lambda B, T: attnops.masks.Segments(np.array([0, 1, 1]))),
+    "few tokens of documents and padding": problem(
+        4,
+        mask=lambda B, T: (
+            attnops.masks.Segments(np.array([0, 0, 1, 1]))
+            & attnops.masks.KeyPadding(np.array([[True, False, True, True], [False, True, True, False]]))
+        ),
+    ),
+    "few tokens, sums": problem(3, beta=False, decay="constant"),
+    "documents and padding by head": problem(
+        mask=lambda B, T: (
+            attnops.masks.Segments(np.arange(T) // 20)
+            & attnops.masks.KeyPadding(np.random.default_rng(6).random((B, T)) < 0.8)
+        )
+    ),
+    **{f"T = {T} by head": problem(T) for T in (1, 4, 5, 63, 65)},
+}
+
+
+def right(draw: Problem, name: str, check: str = "jit", dtype: str = "float32", gradients: bool = True) -> None:
+    outcome = ReferenceSubject(
+        operation=TPULinearAttention, reference=oracle, platform="tpu", interpret=True, gradients=gradients
+    ).check(with_state(draw), check, dtype, name)
+    assert outcome.status is Status.RIGHT, outcome.detail
+
+
+def test_documents_and_padding() -> None:
+    right(MORE["documents and padding by head"], "documents and padding by head", gradients=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in BY_CHANNEL] + [*MORE])
+def test_problems(name: str) -> None:
+    right((PROBLEMS | MORE)[name], name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["decay by head, delta rule", "decay by constant, sums", "T = 2"])
+def test_bfloat16(name: str) -> None:
+    right(PROBLEMS[name], name, dtype="bfloat16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check for check in CHECKS if check != "jit"])
+@pytest.mark.parametrize("name", ["documents", "T = 2"])
+def test_other_checks(name: str, check: str) -> None:
+    right(PROBLEMS[name], name, check)
+
+
+def test_what_the_kernel_refuses_runs_natively() -> None:
+    operation = TPULinearAttention(OperationMetadata(platform="tpu", interpret=True))
+    request = LinearRequest(
+        batch=1, length=9, key_heads=1, value_heads=1, head_dim=300, value_head_dim=8, decay="channel", platform="tpu"
+    )
+    assert [(x.argument, x.value) for x in operation.reasons(request)] == [("decay", "channel"), ("head_dim", 300)]
+    assert not [*operation.reasons(request.replace(decay="head", head_dim=256))]
+
+
+@pytest.mark.slow
+def test_each_precision_is_as_exact_as_it_says() -> None:
+    (query, key, value), options = problem(130)(np.random.default_rng(0))
+    arrays = {"query": query, "key": key, "value": value, **options}
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    exact = np.asarray(LinearAttention()(**arrays).attention_outputs)  # type: ignore[arg-type]
+    errors = []
+    for precision in ("highest", "high", "default"):
+        operation = TPULinearAttention(OperationMetadata(platform="tpu", interpret=True, precision=precision))  # type: ignore[arg-type]
+        found = np.asarray(operation(**arrays).attention_outputs)  # type: ignore[arg-type]
+        errors.append(np.abs(found - exact).max() / np.abs(exact).max())
+    assert errors[0] < 2e-6 < errors[1] < 1e-4 < errors[2] < 3e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [4, 70])
+def test_sharded_types_and_mixed_dtypes(T: int) -> None:
+    (query, key, value), options = problem(T)(np.random.default_rng(0))
+    arrays = {"query": query, "key": key, "value": value, **options}
+    arrays = {name: jnp.asarray(x, jnp.bfloat16 if name == "query" else jnp.float32) for name, x in arrays.items()}
+    operation = TPULinearAttention(OperationMetadata(platform="tpu", interpret=True))
+
+    def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array | None]:
+        return tuple(operation(**arrays, return_state=True))  # type: ignore[arg-type]
+
+    expected = LinearAttention()(**arrays, return_state=True)  # type: ignore[arg-type]
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        specs = {name: P("dp", "tp") if name == "initial_state" else P("dp", None, "tp") for name in arrays}
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+        outputs, state = jax.jit(run)(placed)
+    np.testing.assert_allclose(outputs.astype(jnp.float32), expected[0].astype(jnp.float32), atol=1e-2)
+    np.testing.assert_allclose(state, expected.state, atol=3e-6)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_steps_are_one_call() -> None:
+    (query, key, value), options = problem(75, state=False)(np.random.default_rng(0))
+    arrays = [jnp.asarray(x, jnp.float32) for x in (query, key, value, options["decay"], options["beta"])]
+    operation = TPULinearAttention(OperationMetadata(platform="tpu", interpret=True))
+    q, k, v, decay, beta = arrays
+    expected = operation(q, k, v, decay=decay, beta=beta, return_state=True)
+    cache, done, outputs = StateCache.create(batch=2, heads=4, head_dim=16, value_head_dim=24), 0, []
+    for T in (66, 1, 1, 4, 3):
+        q, k, v, decay, beta = (x[:, done : done + T] for x in arrays)
+        out, cache = operation.step(q, k, v, cache, decay=decay, beta=beta)
+        outputs.append(out.attention_outputs)
+        done += T
+    np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected.attention_outputs, atol=2e-6)
+    np.testing.assert_allclose(cache.state, expected.state, atol=2e-6)
+    np.testing.assert_array_equal(cache.lengths, [75, 75])

@@ -167,7 +167,7 @@ def work(mask: Mask | None, shape: tuple[int, int, int, int], block_q: int, bloc
             in_tile = math.prod(-(-n // size) for n, size in zip((block_q, block_k), of_blocks, strict=True))
             tiles = math.ceil(tiles * (1 - (7 / 8) ** in_tile))
         return Work(tiles, tiles, 2)
-    coverage = np.asarray(ragged(block_map(mask, shape, block_q, block_k).coverage, 3, shape[3] % block_k))
+    coverage: Array = ragged(block_map(mask, shape, block_q, block_k).coverage, 3, shape[3] % block_k)
     sub_tiles, bodies = _sub_tiles(mask, shape, block_q, block_k, sizes), (MASKED, MASKED)
     if sub_tiles is not None:
         coverage, bodies = reduced(coverage, sub_tiles)

@@ -227,7 +227,8 @@ def _body(tiles: Array, across: int) -> Body:
     if not len(tiles):
         return MASKED
     alike = ((tiles == int(kind)).all(axis=0) for kind in (Coverage.EMPTY, Coverage.FULL))
-    return Body(True, *(tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(x)) for x in alike))
+    hidden, unmasked = (tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(x)) for x in alike)
+    return Body(True, hidden, unmasked)
 
 
 def _code(bodies: Bodies, kind: int) -> Body:

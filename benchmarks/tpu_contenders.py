@@ -5,6 +5,7 @@ code, and the bytes moved outside of them. Each kernel is compiled in a separate
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -208,7 +209,7 @@ def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
     from attnops.masks import Coverage
     from attnops_tpu.flash.backend import PallasFlash
     from attnops_tpu.flash.prepare import tile_schedules
-    from attnops_tpu.flash.tile_schedule import REDUCED, kinds_of, unpack
+    from attnops_tpu.flash.tile_schedule import REDUCED, Variant, kinds_of, unpack
 
     B = BATCH.get(job.mask, 1)
     x = jax.ShapeDtypeStruct((B, job.T, HEADS, job.head_dim), jnp.bfloat16)
@@ -221,25 +222,25 @@ def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
         maps = np.asarray(schedule.entries).reshape(-1, schedule.stride)[:, : schedule.longest + 1]
         entries, n = unpack(maps), len(maps) * schedule.joined
         steps = entries.kind[:, :-1]
-        before = np.pad(steps, ((0, 0), (1, 0)))[:, :-1]
-        if plan.sequential:  # the map before; the first map's tiles follow nothing, which the average head does not
-            before[:, 0] = np.roll(steps[:, -1], 1)
-        after = before == REDUCED
+        # The map before; the first map's tiles follow nothing, which the average head's do not.
+        start = np.roll(steps[:, -1], 1) if plan.sequential else steps[:, 0]
+        before = np.concatenate([start[:, None], steps[:, :-1]], axis=1)
         trips: Trips = []
-        of_kinds = [(kind, None) for kind in kinds_of(schedules.spans)] if job.backward else schedule.variants
+        variants = [Variant(kind) for kind in kinds_of(schedules.spans)] if job.backward else schedule.variants
         drained = (steps == Coverage.EMPTY) & (entries.first[:, :-1] == 1)
         begins = 1 / (B * HEADS) if plan.sequential else 1.0
-        for kind, follows in of_kinds:
-            name, runs = "REDUCED" if kind == REDUCED else Coverage(kind).name, steps == kind
-            if kind == Coverage.EMPTY:
-                name, runs = "drain", drained
-            # Forward, a kind of tile that may follow a REDUCED one has separate code for that case.
-            separate = follows is not None and (kind, not follows) in schedule.variants
-            count = float((runs & (after == follows) if separate else runs).sum()) / n
-            if kind == Coverage.EMPTY:
-                ends = steps[:, -1] == REDUCED
-                count += begins * float((ends == follows).mean() if separate else 1.0)
-            trips.append((f"{name} after REDUCED" if follows else name, count, 0.0))
+        names = {int(kind): kind.name for kind in Coverage} | {REDUCED: "REDUCED"}
+        for kind, of_kind in itertools.groupby(variants, key=lambda variant: variant.kind):
+            left = drained if kind == Coverage.EMPTY else steps == kind
+            end = np.full(len(steps), kind == Coverage.EMPTY)
+            for _, follows in (each := list(of_kind)):
+                name = "drain" if kind == Coverage.EMPTY else names[kind]
+                rest = (kind, follows) == each[-1]
+                taken, ends = (x & (rest | np.isin(y, follows)) for x, y in ((left, before), (end, steps[:, -1])))
+                left, end = left & ~taken, end & ~ends
+                count = float(taken.sum()) / n + begins * float(ends.mean())
+                after = f" after {' or '.join(names[x] for x in follows)}" if len(each) > 1 else ""
+                trips.append((name + after, count, 0.0))
         rows, rounds = float(entries.last.sum()) / n, job.head_dim / 8
         empty = float(((entries.kind == 0) & entries.last).sum()) / n
         longest = schedule.longest / schedule.joined

@@ -25,7 +25,7 @@ from attnops_testing.features import combine
 from attnops_testing.invariance import Sizes, changed_by_batch
 from attnops_tpu import generations
 from attnops_tpu.aot import compile_for
-from attnops_tpu.flash.tile_sizes import MAX_TILES, TABLE, Problem, choose
+from attnops_tpu.flash.tile_sizes import MAX_TILES, TABLE, Problem, SubTileSizes, Work, choose
 from attnops_tpu.generations import GENERATIONS, UNKNOWN, generation, target
 
 NAME = "attnops-tpu:flash"
@@ -111,28 +111,48 @@ def test_registers_of_16_sublanes(D: int, monkeypatch: pytest.MonkeyPatch) -> No
         np.testing.assert_allclose(x, expected[name], atol=2e-5)
 
 
+def all_full(bq: int, bk: int, sizes: SubTileSizes) -> Work:
+    """8,192 tokens without a mask."""
+    tiles = -(-8192 // bq) * -(-8192 // bk)
+    return Work(tiles, tiles, 1)
+
+
 def test_tiles_fit_the_least_memory_and_the_mask() -> None:
     problem = Problem(T=8192, S=8192, G=1, D=128, Dv=128, itemsize=2, out_itemsize=2)
     with target("v6e"):
-        large = choose(OperationMetadata(), problem, lambda bq, bk: None)
-        # A window has few FULL tiles; small tiles compute fewer masked scores.
-        small = choose(OperationMetadata(), problem, lambda bq, bk: ((8192 // bq) * (1 + 128 // bk + 1), 0))
+        large = choose(OperationMetadata(), problem, all_full)
+        # Small tiles compute fewer masked scores.
+        small = choose(OperationMetadata(), problem, lambda bq, bk, _: Work(8192 // bq * 2, 8192 // bq * 2, 1))
+        less_code = choose(OperationMetadata(), problem, lambda *sizes: all_full(*sizes)._replace(code=3))
     assert large.bq * large.bk > small.bq * small.bk
+    assert large.bq * large.bk == 2 * less_code.bq * less_code.bk, "three bodies of 15,000 bundles are too many"
     wide = Problem(T=8192, S=8192, G=8, D=576, Dv=512, itemsize=4, out_itemsize=4)
-    assert choose(OperationMetadata(), wide, lambda bq, bk: None).bq < large.bq
-    given = choose(OperationMetadata(block_q=128, block_k=384), problem, lambda bq, bk: None)
+    assert choose(OperationMetadata(), wide, all_full).bq < large.bq
+    given = choose(OperationMetadata(block_q=128, block_k=384), problem, all_full)
     assert (given.bq, given.bk) == (128, 384)
     # Where nothing fits the table's budget, what is given stays given.
     huge = Problem(T=8192, S=8192, G=1, D=576, Dv=512, itemsize=4, out_itemsize=4, bytes_a_score=4000)
-    one = choose(OperationMetadata(block_k=256), huge, lambda bq, bk: None)
+    one = choose(OperationMetadata(block_k=256), huge, all_full)
     assert (one.bq, one.bk) == (128, 256)
+
+
+def test_gradients_of_long_sequences_need_one_sweep() -> None:
+    """Of several, each would add its gradients of keys and values in float32."""
+    problem = Problem(T=32768, S=32768, G=1, D=128, Dv=128, itemsize=2, out_itemsize=2)
+    for name in ("v5p", "v6e", "tpu7x"):
+        with target(name):
+            one = choose(OperationMetadata(), problem, all_full)
+            several = choose(OperationMetadata(), problem._replace(G=8), all_full)
+        assert one.span * one.bq == 32768
+        assert several.span * several.bq < 32768, "eight heads do not fit"
+        assert 8 * 8 * 128 * several.span * several.bq < several.vmem
 
 
 def test_tiles_can_be_numbered() -> None:
     tokens = 4 << 20
     problem = Problem(T=tokens, S=tokens, G=1, D=64, Dv=64, itemsize=2, out_itemsize=2)
     # By its count alone the smallest would be chosen.
-    sizes = choose(OperationMetadata(), problem, lambda bq, bk: (0, bq * bk))
+    sizes = choose(OperationMetadata(), problem, lambda bq, bk, _: Work(bq * bk, bq * bk, 1))
     assert -(-tokens // min(sizes.bq, sizes.bk)) <= MAX_TILES
     x = jax.ShapeDtypeStruct((1, tokens, 1, 64), jnp.bfloat16)
     with pytest.raises(UnsupportedError, match=r"block_q=128: 4194304 tokens are more than 8192 such tiles"):

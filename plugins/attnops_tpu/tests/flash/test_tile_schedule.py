@@ -13,8 +13,18 @@ import pytest
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Chunked, Coverage, Dense, Mask, Segments, SlidingWindow, block_map
 from attnops_testing import attention, attention_gradients
-from attnops_tpu.flash import backward, forward, tile_sizes
-from attnops_tpu.flash.tile_schedule import KINDS, MAX_ROWS, REDUCED, Body, kinds_of, reduced, tile_schedule, unpack
+from attnops_tpu.flash import backward, forward, prepare, tile_sizes
+from attnops_tpu.flash.tile_schedule import (
+    KINDS,
+    MAX_ROWS,
+    REDUCED,
+    Body,
+    TileSchedule,
+    kinds_of,
+    reduced,
+    tile_schedule,
+    unpack,
+)
 from attnops_tpu.generations import target
 
 
@@ -166,30 +176,44 @@ def test_joined_batches_are_not_padded(traced: bool) -> None:
     assert (batches[-1], entry.row[-1], entry.kind[-1], entry.last[-1]) == (2, 1, 0, 0), "the last tile is repeated"
 
 
-def test_code_for_tiles_after_reduced_ones() -> None:
+def test_code_by_the_tile_before() -> None:
     """A map's first tile follows the last one of the map before, if one core runs all; there is code for no others."""
     empty, partial, full = (int(kind) for kind in (Coverage.EMPTY, Coverage.PARTIAL, Coverage.FULL))
-    causal = np.array([[REDUCED, empty], [full, REDUCED]])[None, None]
-    variants = ((full, True), (REDUCED, False), (empty, True))
-    assert tile_schedule(causal).variants == variants
-    assert tile_schedule(causal, sequential=True).variants == (*variants[:2], (REDUCED, True), variants[2])
-    assert not tile_schedule(causal).reads_hidden
-    longer = np.array([[REDUCED, empty, empty], [full, REDUCED, empty], [full, full, partial]])[None, None]
-    assert tile_schedule(longer, sequential=True).variants == (
-        (full, False), (full, True), (partial, False), (REDUCED, False), (empty, False)
-    )  # fmt: skip
-    maps = np.concatenate([causal, np.array([[full, empty], [full, partial]])[None, None]])
-    assert set(tile_schedule(maps, sequential=True).variants) == {
-        (full, False), (full, True), (partial, False), (REDUCED, False), (REDUCED, True), (empty, False), (empty, True)
+    bodies = (Body(True, hidden=((1, 0),)), Body(True, hidden=((0, 1), (1, 1))))
+
+    def variants(coverage: np.ndarray, **options: Any) -> tuple[TileSchedule, set[tuple[int, tuple[int, ...]]]]:
+        schedule = tile_schedule(coverage[:, None], bodies=bodies, sub_tiles=4, **options)
+        return schedule, {tuple(variant) for variant in schedule.variants}
+
+    causal = np.array([[[REDUCED, empty], [full, REDUCED]]])
+    expected = {(full, (REDUCED,)), (REDUCED, (full,)), (empty, (REDUCED,))}
+    assert variants(causal)[1] == expected
+    schedule, of_window = variants(causal, sequential=True)
+    assert of_window == {*expected, (REDUCED, (REDUCED,))}
+    assert [schedule.hidden_before(v) for v in schedule.variants if v.kind == full] == [((1, 0),)]
+    assert not schedule.fills(REDUCED), "nothing reads what a tile hides"
+    window = np.array([[[REDUCED, empty, empty], [partial, REDUCED, empty], [empty, partial, REDUCED]]])
+    schedule, of_window = variants(window)
+    assert of_window == {(partial, (REDUCED,)), (REDUCED, (partial,)), (empty, (REDUCED,))}
+    assert {v.kind: schedule.hidden_before(v) for v in schedule.variants} == {
+        partial: ((1, 0),), REDUCED: ((0, 1), (1, 1)), empty: ((1, 0),)
     }  # fmt: skip
-    bodies = (Body(True, hidden=((1, 0),)), Body(True))
-    assert len(tile_schedule(maps, bodies=bodies, sequential=True, sub_tiles=4).variants) == 7
-    small = tile_schedule(maps, bodies=bodies, sequential=True, sub_tiles=4, most_code=4.3)
-    assert small.variants == ((full, False), (full, True), (partial, False), (REDUCED, False), (empty, False))
-    assert small.reads_hidden, "a kernel with little code has only the variants that run most"
-    padded = np.concatenate([causal, np.array([[REDUCED, empty], [REDUCED, empty]])[None, None]])
-    assert tile_schedule(padded).reads_hidden, "an entry that does nothing is between a REDUCED tile and what follows"
-    assert tile_schedule(np.array([[REDUCED, partial]])[None, None]).reads_hidden
+    # Merged, those first that then compute least in addition: they read what is hidden in some of the tiles before.
+    maps = np.concatenate([window, np.array([[[partial, full, full], [REDUCED, empty, empty], [full, empty, empty]]])])
+    for most, of_full, fills in (
+        (9, {(partial,), (full,), (REDUCED,)}, []),
+        (5, {(partial,), (full, REDUCED)}, [REDUCED]),
+        (4, {(partial, full, REDUCED)}, [partial, REDUCED]),
+    ):
+        schedule, merged = variants(maps, most_code=most)
+        assert {before for kind, before in merged if kind == full} == of_full
+        assert [kind for kind in schedule.kinds if schedule.fills(kind)] == fills
+    smallest = variants(maps, most_code=0)[0].variants
+    assert [variant.kind for variant in smallest] == [full, partial, REDUCED, empty], "code of each kind at least"
+    padded = np.concatenate([causal, np.array([[[REDUCED, empty], [REDUCED, empty]]])])
+    assert variants(padded)[0].fills(REDUCED), "padding may be between a tile and what accumulates it"
+    rows = variants(np.array([[[REDUCED], [empty], [empty], [full]]]))[1]
+    assert rows == {(full, (empty,)), (REDUCED, (REDUCED,)), (empty, (REDUCED,)), (empty, (full,))}
 
 
 @pytest.mark.slow
@@ -262,6 +286,43 @@ def test_attention_without_hidden_sub_tiles(name: str, monkeypatch: pytest.Monke
     # Tiles at both ends of a window lack sub-tiles, others than each other.
     assert name != "window" or hidden["backward"] == [1, 1]
     seen = np.asarray(mask.bind(1, H, 28, 28).dense(1, H, 28, 28))
+    np.testing.assert_allclose(out, attention(q, k, v, mask=seen).out, atol=5e-6)
+    expected = attention_gradients(q, k, v, mask=seen, d_out=d).values
+    for x, y in zip(result, (expected[name] for name in ("query", "key", "value")), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+BANDS = {
+    "half a tile": (Causal() & SlidingWindow(15, 0), [(None, 15), (0, 15)]),
+    "two tiles": (Causal() & SlidingWindow(63, 0), [(0, None), (None, 63)]),
+    "between": (Causal() & SlidingWindow(43, 0), [(None, 43), (0, None)]),
+    "both sides": (SlidingWindow(20, 11), [(-11, 20), (-11, 20)]),
+    "documents": (Causal() & Segments(np.repeat(np.arange(6), 16)), [(0, None)]),
+    "ragged documents": (Causal() & Segments(np.repeat([0, 1, 2], [37, 9, 50])), [None]),
+    "rows without keys": (Causal(offset=-40) & SlidingWindow(30, 0), [(40, None), (None, 70)]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [9.0, 0.0], ids=["all variants", "merged"])
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.tier(every=len(BANDS))
+def test_attention_with_several_variants(name: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant accumulates what the tiles before it show, and only a band is compared where the mask is no more."""
+    monkeypatch.setattr(tile_sizes, "_sub_tile", lambda block, most: 8)
+    monkeypatch.setattr(prepare, "most_forward_code", lambda bq, bk: most)
+    bands = []
+    step = forward._step
+    monkeypatch.setattr(forward, "_step", lambda *args: (bands.append(args[4].band), step(*args))[1])
+    q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 96, 2, 8)).astype(np.float32)
+    mask, expected_bands = BANDS[name]
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_q=32, block_k=32)
+    flash = OperationRegistry.create("attnops-tpu:flash", metadata)
+    with target("v6e"):
+        out, pull_back = jax.vjp(lambda *qkv: flash(*qkv, mask=mask).attention_outputs, q, k, v)
+        result = pull_back(d)
+    assert set(bands) >= set(expected_bands)
+    seen = np.asarray(mask.bind(1, 2, 96, 96).dense(1, 2, 96, 96))
     np.testing.assert_allclose(out, attention(q, k, v, mask=seen).out, atol=5e-6)
     expected = attention_gradients(q, k, v, mask=seen, d_out=d).values
     for x, y in zip(result, (expected[name] for name in ("query", "key", "value")), strict=True):

@@ -20,7 +20,7 @@ from attnops_tpu.flash.bias_gradient import bias_gradients
 from attnops_tpu.flash.forward import forward
 from attnops_tpu.flash.operands import Arrays, pad_last
 from attnops_tpu.flash.plan import FlashPlan
-from attnops_tpu.flash.prepare import arrays, by_score, count_active_tiles, tile_schedules
+from attnops_tpu.flash.prepare import arrays, by_score, tile_schedules, work
 from attnops_tpu.flash.tile import LN2, score_unit
 from attnops_tpu.flash.tile_schedule import TileSchedules
 from attnops_tpu.flash.tile_sizes import Problem, choose
@@ -56,7 +56,7 @@ class PallasFlash(FlashBackend):
             # Two buffers of each; the gradient of a bias needs an accumulator and two buffers in float32.
             bytes_a_score=2 * scoring.dense + (0 if array is None else 2 * array.dtype.itemsize + 12),
         )  # fmt: skip
-        tiles = choose(metadata, problem, functools.partial(count_active_tiles, mask, call.scores_shape))
+        tiles = choose(metadata, problem, functools.partial(work, mask, call.scores_shape))
         chip = generation()
         # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
         one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT

@@ -266,7 +266,7 @@ def _add_tile(
     columns, lines = range(0, plan.bq, cols), range(0, plan.bk, rows)
     order = itertools.product(columns, lines) if keys_first else ((col, row) for row in lines for col in columns)
     sub_tiles = [
-        SubTile(plan, refs.arrays, index, row, rows, col, cols)
+        SubTile(plan, refs.arrays, index, row, rows, col, cols, body.band)
         for col, row in order
         if (row // rows, col // cols) not in body.hidden
     ]

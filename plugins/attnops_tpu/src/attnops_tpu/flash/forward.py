@@ -12,6 +12,8 @@ kernel: the last tile of a head is the previous tile of the next head's first. I
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -33,7 +35,7 @@ from attnops_tpu.flash.operands import (
 )
 from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile import SubTile, by_sublane, log2_unit, plus, product, score_unit
-from attnops_tpu.flash.tile_schedule import REDUCED, Body, Hidden, TileSchedule
+from attnops_tpu.flash.tile_schedule import Body, Hidden, TileSchedule
 from attnops_tpu.references import Output, Prefetched
 
 if TYPE_CHECKING:
@@ -217,14 +219,19 @@ def _kernel(plan: FlashPlan, schedule: TileSchedule, refs: ForwardRefs) -> None:
     # A row without tiles; entries that pad a map do nothing. After another such row there are no scores to accumulate.
     is_row = (entry.kind == EMPTY) & (entry.first == 1)
     drains = is_row & (is_first | (previous.kind != EMPTY) | (previous.first == 0)) | is_last
-    for kind, after in schedule.variants:
+    for kind, variants in itertools.groupby(schedule.variants, key=lambda variant: variant.kind):
         runs = drains if kind == EMPTY else entry.kind == kind
-        if (kind, not after) in schedule.variants:
-            runs &= (previous.kind == REDUCED) == after
-        body, fills_hidden = schedule.body(kind), kind != REDUCED or schedule.reads_hidden
-        hidden_before = schedule.body(REDUCED).hidden if after else ()
         first = None if kind == EMPTY else entry.first == 1
-        pl.when(runs)(functools.partial(_step, plan, refs, indices, first, body, hidden_before, fills_hidden))
+        of_kind = list(variants)
+        for variant in of_kind:
+            follows = runs
+            if variant is not of_kind[-1]:
+                follows = runs & functools.reduce(operator.or_, [previous.kind == before for before in variant.before])
+                runs &= ~follows
+            hidden = schedule.hidden_before(variant)
+            pl.when(follows)(
+                functools.partial(_step, plan, refs, indices, first, schedule.body(kind), hidden, schedule.fills(kind))
+            )
 
     @pl.when(is_row)
     def _() -> None:
@@ -281,7 +288,7 @@ def _step(
                     state.scores[keys, at] = jnp.full((rows, cols), -jnp.inf, jnp.float32)
             elif first is not None:
                 # The matrix unit works in program order: these products fill the time until the weights are there.
-                sub = SubTile(plan, refs.arrays, indices[0], row, rows, col, cols)
+                sub = SubTile(plan, refs.arrays, indices[0], row, rows, col, cols, body.band)
                 s = _scores(sub, refs, body.is_masked(*sub_tile))
                 state.scores[keys, at] = s
                 highest = by_sublane(plan.sublanes, s).max(axis=0)
@@ -296,10 +303,9 @@ def _step(
             if not is_scaled:
                 acc, is_scaled = (alpha[None] * by_sublane(plan.sublanes, acc)).reshape(plan.Dv, cols), True
             state.acc[:, at] = acc + out
-        if l_tile is None:  # all of these sub-tiles are hidden
-            state.acc[:, at] = (alpha[None] * by_sublane(plan.sublanes, state.acc[:, at])).reshape(plan.Dv, cols)
-            l_tile = jnp.zeros((plan.sublanes, cols), jnp.float32)
-        state.l[:, at] = alpha * state.l[:, at] + l_tile
+        # If all of these sub-tiles are hidden, alpha is 1, or there is nothing to rescale yet.
+        if l_tile is not None:
+            state.l[:, at] = alpha * state.l[:, at] + l_tile
         state.m_before[:, at] = m_before
         if first is not None:
             if m_tile is None:

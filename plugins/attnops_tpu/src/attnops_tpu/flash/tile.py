@@ -22,6 +22,7 @@ from attnops_tpu.flash.plan import FlashPlan
 if TYPE_CHECKING:
     from attnops.typing import Function, Leaf, PyTree, Ref
     from attnops_tpu.caches.plan import CachePlan
+    from attnops_tpu.flash.tile_schedule import Limits
 
 LOG2E: Final = math.log2(math.e)
 LN2: Final = math.log(2)
@@ -42,6 +43,7 @@ class SubTile:
     rows: int
     col: int
     cols: int
+    band: Limits | None = None  # see `attnops_tpu.flash.tile_schedule.Body`
 
     @property
     def keys(self) -> slice:
@@ -63,7 +65,12 @@ class SubTile:
         plan, mask, shape = self.plan, self.plan.scoring.mask, (self.rows, self.cols)
         q, kv = self._indices()
         visible = None
-        if mask is not None:
+        if self.band is not None:
+            low, high = self.band
+            visible = None if low is None else kv <= q - low
+            if high is not None:
+                visible = kv >= q - high if visible is None else visible & (kv >= q - high)
+        elif mask is not None:
             given = [self._by_score(ref) != 0 for ref in self.arrays.dense]
             given += [self._chosen(*x) for x in zip(self.arrays.chosen, plan.scoring.chosen, strict=True)]
             values = self._values(mask, self.arrays.mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
@@ -35,6 +36,8 @@ KINDS: Final = (int(Coverage.FULL), int(Coverage.PARTIAL), REDUCED)
 _COMPARED: Final = 64
 # Sub-tiles of a tile, (row, column) of the schedule.
 Hidden: TypeAlias = tuple[tuple[int, int], ...]
+# The lowest and the highest ``query − key`` that is seen, None for no limit.
+Limits: TypeAlias = tuple[int | None, int | None]
 
 
 class Body(NamedTuple):
@@ -43,6 +46,7 @@ class Body(NamedTuple):
     masked: bool = False  # whether the mask is applied
     hidden: Hidden = ()  # the sub-tiles that are fully masked in every such tile, and are not computed
     unmasked: Hidden = ()  # the sub-tiles in which no such tile has a masked score; the mask is not applied there
+    band: Limits | None = None  # if not None, all that the mask does in the other sub-tiles
 
     def is_masked(self, row: int, column: int) -> bool:
         """Whether the mask is applied to a sub-tile."""
@@ -52,6 +56,15 @@ class Body(NamedTuple):
 MASKED: Final = Body(masked=True)
 # The code of `REDUCED` tiles, and of other PARTIAL tiles.
 Bodies: TypeAlias = tuple[Body, Body]
+
+
+class Variant(NamedTuple):
+    """Code for a kind of entries, without the sub-tiles that are hidden in all tiles before."""
+
+    kind: int  # EMPTY: a row without tiles, or the end of a map
+    # The kinds of the entries before; EMPTY: a row without tiles, or padding, after which scores are those of any tile
+    # that was before. The last variant of a kind has what no other one has. Empty: any.
+    before: tuple[int, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -67,7 +80,7 @@ class Entry(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["entries", "traced"],
-    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "variants", "reads_hidden", "joined"],
+    meta_fields=["map_shape", "longest", "kinds", "rows", "bodies", "variants", "joined"],
 )
 @dataclasses.dataclass(frozen=True)
 class TileSchedule(Foldable):
@@ -82,11 +95,7 @@ class TileSchedule(Foldable):
     rows: tuple[int, int]  # index of the first row, and of the last plus 1
     bodies: Bodies = (MASKED, MASKED)  # the code of `REDUCED` tiles, and of other PARTIAL tiles
     traced: Leaf = None  # for a traced mask, the grid steps that are needed, int32; else None
-    # The bodies that a kernel has: a kind of entries, and whether the body leaves out the sub-tiles that the `REDUCED`
-    # tile before hides; never for PARTIAL. EMPTY: a row without tiles, or the end of a map.
-    variants: tuple[tuple[int, bool], ...] = ()
-    # Whether some body reads the scores that the `REDUCED` tile before hides, which then are -inf.
-    reads_hidden: bool = False
+    variants: tuple[Variant, ...] = ()  # the code of a kernel that accumulates the tile before
     # How many batches each map lists, one after the other, so that none is padded; the grid has so many times fewer
     # batches.
     joined: int = 1
@@ -103,7 +112,17 @@ class TileSchedule(Foldable):
 
     def body(self, kind: int) -> Body:
         """The code for a kind of tiles."""
-        return Body() if kind in (Coverage.EMPTY, Coverage.FULL) else self.bodies[kind != REDUCED]
+        return _code(self.bodies, kind)
+
+    def hidden_before(self, variant: Variant) -> Hidden:
+        """The sub-tiles that are hidden in all tiles before a variant."""
+        return tuple(sorted(_hidden(self.bodies, variant.before)))
+
+    def fills(self, kind: int) -> bool:
+        """Whether some code reads the scores that tiles of a kind hide, which then are -inf."""
+        hidden = _hidden(self.bodies, (kind,))
+        follow = (v for v in self.variants if not v.before or {kind, int(Coverage.EMPTY)} & set(v.before))
+        return any(not hidden <= _hidden(self.bodies, v.before) for v in follow)
 
     def padded(self, longest: int) -> Array:
         """The entries, each map padded to a length; the padding is never read."""
@@ -208,7 +227,18 @@ def _body(tiles: Array, across: int) -> Body:
     if not len(tiles):
         return MASKED
     alike = ((tiles == int(kind)).all(axis=0) for kind in (Coverage.EMPTY, Coverage.FULL))
-    return Body(True, *(tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(x)) for x in alike))
+    hidden, unmasked = (tuple((int(i) // across, int(i) % across) for i in np.flatnonzero(x)) for x in alike)
+    return Body(True, hidden, unmasked)
+
+
+def _code(bodies: Bodies, kind: int) -> Body:
+    return Body() if kind in (Coverage.EMPTY, Coverage.FULL) else bodies[kind != REDUCED]
+
+
+def _hidden(bodies: Bodies, kinds: Iterable[int]) -> frozenset[tuple[int, int]]:
+    """The sub-tiles that all tiles of these kinds hide; none of no kinds."""
+    sets = [frozenset(_code(bodies, kind).hidden) for kind in kinds]
+    return frozenset.intersection(*sets) if sets else frozenset()
 
 
 def kinds_of(schedules: Iterable[TileSchedule]) -> tuple[int, ...]:
@@ -270,9 +300,9 @@ def tile_schedule(
     entries = xp.take_along_axis(packed, index, axis=1)
     repeated = np.arange(longest + 1) >= count[:, None]
     entries = xp.where(repeated, entries & ~((3 << _KIND) | (1 << _LAST) | 1), entries)
-    variants, reads_hidden = tuple((kind, False) for kind in (*kinds, int(Coverage.EMPTY))), False
+    variants = tuple(Variant(kind) for kind in (*kinds, int(Coverage.EMPTY)))
     if xp is np:
-        variants, reads_hidden = _variants(unpack(entries[:, :-1]), bodies, sequential, sub_tiles, most_code)
+        variants = _variants(unpack(entries[:, :-1]), bodies, sequential, sub_tiles, most_code)
     if n > 1:
         entries = xp.concatenate([entries, index // (rows * columns)], axis=1)
     return TileSchedule(
@@ -284,49 +314,52 @@ def tile_schedule(
         bodies,
         steps,
         variants,
-        reads_hidden,
         n,
     )
 
 
-def _variants(
-    entries: Entry, bodies: Bodies, sequential: bool, sub_tiles: int, most: float
-) -> tuple[tuple[tuple[int, bool], ...], bool]:
-    """`TileSchedule.variants` and `TileSchedule.reads_hidden`.
+def _variants(entries: Entry, bodies: Bodies, sequential: bool, sub_tiles: int, most: float) -> tuple[Variant, ...]:
+    """`TileSchedule.variants`.
 
     Args:
         entries: [maps, entries of a map].
         bodies: the code of `REDUCED` tiles, and of other PARTIAL tiles.
         sequential: see `tile_schedule`.
         sub_tiles: how many sub-tiles a tile has.
-        most: how much code a kernel may have, as a multiple of that of a FULL tile. Variants that follow a `REDUCED`
-            tile are left out until it fits, those that run least first.
+        most: how much code a kernel may have, as a multiple of that of a FULL tile. Variants are merged until it fits,
+            those first that then compute least in addition.
     """
-    kinds, empty, partial = entries.kind, int(Coverage.EMPTY), int(Coverage.PARTIAL)
-    starts, ends = kinds[:, 0].tolist(), kinds[:, -1].tolist()
-    pairs = collections.Counter(zip(kinds[:, 1:].reshape(-1).tolist(), kinds[:, :-1].reshape(-1).tolist(), strict=True))
-    pairs.update((empty, end) for end in set(ends))
+    kinds, empty = entries.kind, int(Coverage.EMPTY)
+    # Padding does nothing, and neither does a row without tiles after another.
+    is_row = (kinds == empty) & (entries.first == 1)
+    does = (kinds[:, 1:] != empty) | is_row[:, 1:] & ~is_row[:, :-1]
+    runs = collections.Counter(zip(kinds[:, 1:][does].tolist(), kinds[:, :-1][does].tolist(), strict=True))
+    starts, ends = set(kinds[:, 0].tolist()), set(kinds[:, -1].tolist())
+    runs.update((empty, end) for end in ends)
     if sequential:
-        pairs.update((start, end) for start in set(starts) for end in set(ends))
-    runs: collections.Counter[tuple[int, bool]] = collections.Counter()
-    for (kind, before), times in pairs.items():
-        runs[kind, before == REDUCED and kind != partial] += times
-    # Before the first tile of all nothing has a score, so that either variant of its kind will do.
-    runs.update((start, False) for start in starts if (start, True) not in runs)
-    hidden = {REDUCED: len(bodies[0].hidden), partial: len(bodies[1].hidden), empty: sub_tiles}
+        runs.update((start, end) for start in starts for end in ends)
+    # Before the first tile of all nothing has a score, so that any variant of its kind will do.
+    runs.update((start, start) for start in starts - {kind for kind, _ in runs})
+    variants = {Variant(kind, (before,)): times for (kind, before), times in runs.items()}
 
-    def size(variant: tuple[int, bool]) -> float:
-        kind, after = variant
-        return 1 - (hidden.get(kind, 0) + hidden[REDUCED] * after) / (2 * sub_tiles)
+    def left_out(before: Iterable[int]) -> int:
+        return len(_hidden(bodies, before))
 
-    left_out = False
-    for kind, _ in sorted((x for x in runs if x[1]), key=lambda x: runs[x]):
-        if sum(map(size, runs)) > most:
-            runs[kind, False] += runs.pop((kind, True))
-            left_out = True
-    is_padding = (kinds == empty) & (entries.first == 0)
-    reads_hidden = left_out or (partial, REDUCED) in pairs or bool(is_padding.any())
-    return tuple((x, after) for x in (*KINDS, empty) for after in (False, True) if (x, after) in runs), reads_hidden
+    def size(variant: Variant) -> float:
+        computed = 0 if variant.kind == empty else sub_tiles - left_out((variant.kind,))
+        return (computed + sub_tiles - left_out(variant.before)) / (2 * sub_tiles)
+
+    def merge(pair: tuple[Variant, Variant]) -> tuple[int, Variant]:
+        """How many sub-tiles are accumulated in addition, and the merged variant."""
+        both = Variant(pair[0].kind, tuple(sorted({*pair[0].before, *pair[1].before})))
+        return sum(variants[v] * (left_out(v.before) - left_out(both.before)) for v in pair), both
+
+    while pairs := [(*merge(x), x) for x in itertools.combinations(variants, 2) if x[0].kind == x[1].kind]:
+        cost, both, pair = min(pairs)
+        if cost and sum(map(size, variants)) <= most:
+            break
+        variants[both] = sum(variants.pop(v) for v in pair)
+    return tuple(sorted(variants, key=lambda v: ((*KINDS, empty).index(v.kind), v.before)))
 
 
 class TileSchedules(NamedTuple):

@@ -74,21 +74,31 @@ SUB_TILES: Final[dict[str, tuple[SubTileSizes, SubTileSizes]]] = {
 # The fixed bundles of a grid step: 110 to 200 forward and 180 to 280 backward, depending on whether operands are in
 # vector or in main memory, and the share of a row's ends.
 STEP: Final = 400
-# Bundles of a kernel's code, without masks, which need up to a fifth more. A kernel of 55,000 was 3.4 times slower on a
-# v6e than one of 35,000, flywheel's authors report: instruction memory is small.
-MAX_CODE: Final = 28_000
+# Bundles of a kernel's code. A kernel of 55,000 was 3.4 times slower on a v6e than one of 35,000, flywheel's authors
+# report: instruction memory is small.
+MAX_CODE: Final = 34_000
+# Of these, what does not compute tiles, forward and backward; and how much more code than FULL tiles, for as many
+# sub-tiles, the tiles of kernels with masks have. Backward the matrix unit takes most.
+_OTHER_CODE: Final = 2_700, 1_000
+_MASKED_CODE: Final = 1.18, 1.03
 # The largest tile that is a candidate for every generation.
 LARGEST: Final = 1024
 # Tiles of queries are rows of one kernel's schedule and columns of another's, and so are tiles of keys.
 MAX_TILES: Final = min(MAX_ROWS, MAX_COLUMNS)
 # Biases and caps need registers and code, and a bias's tiles need memory. Smaller tiles are as fast with them.
 MAX_WITH_CAP_OR_BIAS: Final = 512
-# Gradients of queries may occupy at most this share of vector memory.
-SPAN_SHARE: Final = 0.3
 # The share of vector memory that is planned for, and the most that a kernel may use, with what the compiler adds.
 USABLE: Final = 0.85
 MOST: Final = 0.95
 LANES: Final = 128
+
+
+class Work(NamedTuple):
+    """What a kernel computes with tiles of a size."""
+
+    tiles: int  # how many tiles are not EMPTY
+    computed: float  # the scores that are computed, in tiles
+    code: float  # the code for all kinds of tiles, in FULL tiles
 
 
 class Problem(NamedTuple):
@@ -108,42 +118,38 @@ class Problem(NamedTuple):
     n_maps: int = 1  # the product of the numbers of batches and heads of the block map
 
 
-def choose(
-    metadata: OperationMetadata, problem: Problem, count_active: Callable[[int, int], tuple[int, int] | None]
-) -> TileSizes:
+def choose(metadata: OperationMetadata, problem: Problem, work: Callable[[int, int, SubTileSizes], Work]) -> TileSizes:
     """The tiles of a call: the metadata's, else those of the fewest bundles that fit vector memory.
 
     Args:
         metadata: the metadata of the operation.
         problem: what tile sizes depend on.
-        count_active: the numbers of PARTIAL and FULL tiles of these sizes; None for a traced mask.
+        work: the work with tiles of so many queries and keys, of sub-tiles of these sizes.
     """
     tpu = generation()
     multiple = 8 if metadata.interpret else LANES
     # The gradients of many query heads per kv head may not fit together; then the heads are split into groups.
     for split in (n for n in range(1, problem.G + 1) if problem.G % n == 0):
         split_problem = problem._replace(G=problem.G // split)
-        candidates = _candidates(metadata, split_problem, count_active, multiple, tpu)
+        candidates = _candidates(metadata, split_problem, work, multiple, tpu)
         if candidates:
             break
     smallest = metadata.block_q or LANES, metadata.block_k or LANES
     bq, bk = min(candidates, key=lambda blocks: candidates[blocks]) if candidates else smallest
-    forward, backward = (
-        sizes._replace(rows=_sub_tile(bk, sizes.rows), cols=_sub_tile(bq, sizes.cols)) for sizes in SUB_TILES[tpu.name]
-    )
+    forward, backward = (_sub_tiles(bq, bk, sizes) for sizes in SUB_TILES[tpu.name])
     return TileSizes(bq, bk, forward, backward, _span(split_problem, bq, bk, tpu), split, int(tpu.vmem * MOST))
 
 
 def _candidates(
     metadata: OperationMetadata,
     problem: Problem,
-    count_active: Callable[[int, int], tuple[int, int] | None],
+    work: Callable[[int, int, SubTileSizes], Work],
     multiple: int,
     tpu: Generation,
-) -> dict[tuple[int, int], float]:
-    """The tile sizes that fit vector memory, and their costs."""
+) -> dict[tuple[int, int], tuple[bool, float]]:
+    """The tile sizes that fit vector memory; whether they have too much code, and their costs."""
     q, k = metadata.block_q, metadata.block_k
-    candidates: dict[tuple[int, int], float] = {}
+    candidates: dict[tuple[int, int], tuple[bool, float]] = {}
     for row in TABLE[tpu.name]:
         bq = min(q, _round_up(problem.T, multiple)) if q else _equal_tiles(problem.T, row.bq, multiple)
         bk = min(k, _round_up(problem.S, multiple)) if k else _equal_tiles(problem.S, row.bk, multiple)
@@ -151,37 +157,37 @@ def _candidates(
             continue
         if (bq, bk) in candidates or (problem.has_cap_or_bias and max(row.bq, row.bk) > MAX_WITH_CAP_OR_BIAS):
             continue
-        if not (q and k) and _bytes(problem, bq, bk, bq, tpu) > USABLE * tpu.vmem:
+        forward, backward = _bytes(problem, bq, bk)
+        if not (q and k) and max(forward, backward + _span_bytes(problem, bq)) > USABLE * tpu.vmem:
             continue
-        partial, full = count_active(bq, bk) or (0, -(-problem.T // bq) * -(-problem.S // bk))
-        computed = full + partial * _share(bq, bk, tpu)
-        candidates[bq, bk] = computed * bq * bk / 512**2 * row.bundles + (partial + full) * STEP
+        tiles, computed, code = work(bq, bk, _sub_tiles(bq, bk, SUB_TILES[tpu.name][1]))
+        a_tile = bq * bk / 512**2 * row.bundles
+        is_too_much = _OTHER_CODE[1] + _MASKED_CODE[1] * code * 0.69 * a_tile > MAX_CODE
+        candidates[bq, bk] = is_too_much, computed * a_tile + tiles * STEP
     return candidates
 
 
-def forward_code(bq: int, bk: int) -> float:
-    """Bundles of the forward pass's code for a FULL tile: of forward and backward together, some 0.31."""
-    return 0.31 * TABLE[generation().name][0].bundles * bq * bk / 512**2
-
-
-def _share(bq: int, bk: int, tpu: Generation) -> float:
-    """The share of a PARTIAL tile's sub-tiles that are computed, if a diagonal hides the others."""
-    sizes = SUB_TILES[tpu.name][1]
-    n = max(1, min(bq // sizes.cols, bk // sizes.rows))
-    return (n + 1) / (2 * n)
+def most_forward_code(bq: int, bk: int) -> float:
+    """How much code for tiles the forward kernel may have, as a multiple of that of a FULL tile."""
+    a_tile = 0.31 * TABLE[generation().name][0].bundles * bq * bk / 512**2
+    return (MAX_CODE - _OTHER_CODE[0]) / (_MASKED_CODE[0] * a_tile)
 
 
 def _span(problem: Problem, bq: int, bk: int, tpu: Generation) -> int:
     """Tiles of queries whose gradients are in vector memory at a time."""
-    a_tile = 2 * 4 * problem.G * problem.D * bq  # float32, two buffers
-    free = USABLE * tpu.vmem - _bytes(problem, bq, bk, 0, tpu)
+    free = USABLE * tpu.vmem - _bytes(problem, bq, bk)[1]
     entries = MAX_ENTRIES // (-(-problem.S // bk) * problem.n_maps)
-    most = int(min(free, max(SPAN_SHARE * tpu.vmem, a_tile)) // a_tile)
-    return max(1, min(most, entries, -(-problem.T // bq)))
+    # As many as fit: each further span is one more sweep, which adds its gradients of keys and values in float32.
+    return max(1, min(int(free // _span_bytes(problem, bq)), entries, -(-problem.T // bq)))
 
 
-def _bytes(problem: Problem, bq: int, bk: int, span: int, tpu: Generation) -> int:
-    """An estimate of the larger kernel's memory, with the gradients of ``span`` queries. Blocks have two buffers."""
+def _span_bytes(problem: Problem, queries: int) -> int:
+    """The memory of gradients of queries: float32, and two buffers in 16 bits; or two buffers in float32."""
+    return 8 * problem.G * problem.D * queries
+
+
+def _bytes(problem: Problem, bq: int, bk: int) -> tuple[int, int]:
+    """An estimate of the memory of both kernels, without gradients of queries. Blocks have two buffers."""
     D, Dv, n = problem.D, problem.Dv, problem.itemsize
     wide_D, wide_Dv = (_round_up(d, LANES) for d in (D, Dv))
     scores = bq * bk * problem.bytes_a_score
@@ -189,8 +195,9 @@ def _bytes(problem: Problem, bq: int, bk: int, span: int, tpu: Generation) -> in
         2 * n * (D * bq + wide_D * bk + Dv * bk) + 2 * problem.out_itemsize * Dv * bq + 4 * (bk * bq + Dv * bq) + scores
     )
     backward = 2 * n * (D * bq + wide_D * bk + wide_Dv * bk + Dv * bq) + n * D * bk + scores
-    backward += (4 + 2 * n) * (D + Dv) * bk + 2 * 4 * problem.G * D * span + 16 * 256 * 256 * 4
-    return max(forward, backward) + 40 * max(bq, bk) * LANES // 4
+    backward += (4 + 2 * n) * (D + Dv) * bk + 16 * 256 * 256 * 4
+    rows = 40 * max(bq, bk) * LANES // 4
+    return forward + rows, backward + rows
 
 
 def _equal_tiles(length: int, most: int, multiple: int) -> int:
@@ -201,6 +208,11 @@ def _equal_tiles(length: int, most: int, multiple: int) -> int:
 
 def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
+
+
+def _sub_tiles(bq: int, bk: int, sizes: SubTileSizes) -> SubTileSizes:
+    """The sub-tiles of a tile: of these sizes, or of what divides it."""
+    return sizes._replace(rows=_sub_tile(bk, sizes.rows), cols=_sub_tile(bq, sizes.cols))
 
 
 def _sub_tile(block: int, most: int) -> int:

@@ -122,8 +122,10 @@ def scale_of(new, scales, k, d: tl.constexpr, options: tl.constexpr):
 
 @triton.jit
 def inverse_of(scale):
-    """``1 / scale`` in float64, by Newton's method. A number of float32 times it, rounded to float32, is the quotient as
-    division rounds it, whose code would need more registers.
+    """``1 / scale`` in float64, by Newton's method.
+
+    A number of float32 times it, rounded to float32, is the quotient that division gives, whose code needs more
+    registers: no quotient is as near to the middle of two numbers as the error.
     """
     is_small = scale < 2.0**-64
     scale = tl.where(is_small, scale * 2.0**64, scale)

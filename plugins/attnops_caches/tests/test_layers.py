@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 from typing import Any
 
@@ -145,6 +146,7 @@ def test_what_a_layer_did_not_change_is_not_written_back() -> None:
     assert after.table is whole.table
     assert after.starts is whole.starts
     assert after.lengths.tolist() == [[0, 0], [1, 1], [0, 0]]
+    assert pickle.loads(pickle.dumps(whole)).lengths.tolist() == whole.lengths.tolist()
     # Another layer, another table, and what another cache took, are written.
     assert whole.with_layer(2, one).lengths.tolist() == [[0, 0], [0, 0], [1, 1]]
     moved = whole.with_layer(1, whole.layer(1).with_table(TABLE[::-1]))

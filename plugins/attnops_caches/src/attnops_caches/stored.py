@@ -65,6 +65,11 @@ class StoredCache(Cache):
 
     is_stored: ClassVar[bool] = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: x for name, x in self.__dict__.items() if name != "_taken"
+        }  # what `layer` took has weak references
+
     def describe(self) -> CacheRequest:
         layout, codec = self.store.layout, self.codec
         fields: Any = {"latent": self.is_latent, "joined": layout.content == "joined", "width": layout.width}

@@ -67,7 +67,7 @@ def attnops_ragged(x, n, options: tl.constexpr):
     masks = ()
     # With one scale of values or one per head, late: otherwise ptxas 12.9 spills two registers on sm_80 and sm_89 at
     # D 128. In other calls it is the late load that spills (sm_89, T 512).
-    if not options.has_value_factor and len(x.ranges) > 0:
+    if not options.has_value_factor:
         masks = load_values(x.mask, program, None, (), n, options, True, False)
     unit = program.k.to(tl.float32) * 0.0
     if options.has_value_factor:
@@ -84,7 +84,7 @@ def attnops_ragged(x, n, options: tl.constexpr):
         after = load_entry(x, n, program, (i + 1) * options.tiles.bk, options)
         state = attend(x, n, program, q, factor, biases, masks, state, i * options.tiles.bk, entry, options, False)
         entry = after
-    if options.has_value_factor or len(x.ranges) == 0:
+    if options.has_value_factor:
         masks = load_values(x.mask, program, None, (), n, options, True, False)
     before = program.full_start - program.first
     start = masked_start(program, before, 0, options)

@@ -25,6 +25,8 @@ JAX = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.
 LOWERING = "jax-cuda13-plugin==$(JAX)" "nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-cuda-nvcc>=13.5,<14"
+# XLA's compiler for NVIDIA GPUs, see below.
+XLA_CUDA := $(if $(findstring attnops_triton,$(PLUGINS)),$(VENV)/.xla-cuda)
 
 # At most four workers, of a gigabyte each; a module's tests run in one of them, and share what it compiles. A run in which
 # one of them dies ends: with another in its place, it would wait for tests that nobody runs.
@@ -73,7 +75,7 @@ test: $(VENV)/.test  ## every feature on every backend, in minutes; tools/quick_
 budget: $(VENV)/.test  ## write what `make test` may cost, from what it costs now
 	$(PYTEST) --budget-write -m "not slow and not exhaustive" $(TESTS)
 
-test-all: $(VENV)/.test  ## the rest, but for what takes hours
+test-all: $(VENV)/.test $(XLA_CUDA)  ## the rest, but for what takes hours
 	$(PYTEST) -m "slow and not exhaustive" $(TESTS)
 
 # XLA's compiler for NVIDIA GPUs, which needs no GPU, in a folder of its own: if it were installed, every process of JAX
@@ -83,7 +85,7 @@ $(VENV)/.xla-cuda: $(VENV)/.test
 		"jax-cuda13-pjrt==$(JAX)"
 	@touch $@
 
-exhaustive: $(VENV)/.test $(if $(findstring attnops_triton,$(PLUGINS)),$(VENV)/.xla-cuda)  ## every pair of features interpreted, every case compiled for every TPU and GPU
+exhaustive: $(VENV)/.test $(XLA_CUDA)  ## every pair of features interpreted, every case compiled for every TPU and GPU
 	$(PYTEST) -m exhaustive $(TESTS)
 
 alone: $(VENV)/.test  ## the quick tests of each distribution where it is installed alone, with what it declares

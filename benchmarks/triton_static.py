@@ -12,8 +12,9 @@ whose warps wait for products together, it is tensor / (tensor + max(the other t
 kernel that adds dq (`attnops_triton.flash.order.unordered`), the kernels of other architectures, and FlashAttention-3's
 tiles; for sm_100 the kernels of other architectures, and FlashAttention-4's tiles. FlashAttention's kernels are not
 compiled: their cycles are computed from the published products and exponentials per tile. ``ctas`` is the number of
-multiprocessors that share operands. ``once`` is the number of instructions outside of innermost loops, of all
-partitions together: an upper bound of those that a program needs besides its tiles.
+multiprocessors that share operands. ``prologue``, ``between`` and ``epilogue`` are the instructions outside of
+innermost loops: before the loops over tiles, between two of them, and after them, of all partitions together: upper
+bounds of those that a program needs besides its tiles.
 
 Needs ``pip install attnops-triton rich typer``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
 of other programs.
@@ -25,6 +26,7 @@ import contextlib
 import dataclasses
 import json as json_module
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -43,6 +45,7 @@ from rich.table import Table
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Blocks, Causal
+from attnops_triton import aot
 from attnops_triton.aot import Binary, compile_for, innermost_loops, kernels
 from attnops_triton.flash import tile_sizes
 from attnops_triton.flash.order import unordered
@@ -77,12 +80,37 @@ FLASH_ATTENTION_4 = {64: ((256, 128, 10, 1, 16), (256, 128, 10, 1, 16)),
 FLASH_ATTENTION_4_BACKWARD = {64: ((128, 128, 2, 1, 0),) * 2, 128: ((128, 128, 1, 2, 0),) * 2}
 
 
-def once(arch: str, compiled: Binary) -> int:
-    """The instructions outside of innermost loops; 0 on AMD."""
+def outside(arch: str, compiled: Binary) -> dict[str, int]:
+    """The instructions outside of innermost loops, by the loops over tiles that precede and follow them, whatever
+    branches are taken; none on AMD.
+    """
     if is_amd(arch):
-        return 0
-    lines = [line for loop in innermost_loops(compiled.code) for line in loop]
-    return sum(compiled.instructions.values()) - sum(" ;" in line for line in lines)
+        return {}
+    lines, loops = compiled.code.splitlines(), innermost_loops(compiled.code)
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := re.match(r"(\.L_x_\d+):", line.strip()))}
+    inner = {line for loop in loops for line in loop}
+    tiles = {
+        line for loop in loops if any(name in "".join(loop) for name in (*aot.PRODUCTS, "UTMALDG")) for line in loop
+    }
+    # Branches back repeat what they lead to, and are left out: then each line follows those that lead to it.
+    follows: list[list[int]] = []
+    for i, line in enumerate(lines):
+        branch = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
+        ends = re.search(r"\*/\s+(BRA|EXIT|RET)\b", line)
+        follows.append([] if ends or i + 1 == len(lines) else [i + 1])
+        if branch and labels[branch[1]] > i:
+            follows[i].append(labels[branch[1]])
+    after, before = ([line in tiles for line in lines] for _ in range(2))
+    for i, some in enumerate(follows):
+        for j in some:
+            after[j] |= after[i]
+    for i, some in reversed(list(enumerate(follows))):
+        before[i] |= any(before[j] for j in some)
+    found = dict.fromkeys(("prologue", "between", "epilogue"), 0)
+    for line, *kind in zip(lines, before, after, strict=True):
+        if " ;" in line and line not in inner:
+            found["prologue" if not kind[1] else "between" if kind[0] else "epilogue"] += 1
+    return found
 
 
 def cycles(arch: str, head_dim: str, dtype: str, launched: Any, compiled: Any) -> dict[str, float]:
@@ -156,7 +184,7 @@ def measure(arch: str, head_dim: str, dtype: str, mask: str) -> list[dict[str, A
             | dataclasses.asdict(launched.tiles)
             | {"registers": compiled.registers, "spilled": compiled.spilled, "shared": compiled.shared}
             | {"compile_s": seconds, "shared_limit": SHARED_MEMORY[arch], "step": sum(compiled.loop.values())}
-            | {"once": once(arch, compiled)}
+            | outside(arch, compiled)
             | cycles(arch, head_dim, dtype, launched, compiled)
             | {name: compiled.loop[name] for name in SHOWN}
         )

@@ -1,7 +1,7 @@
 """XLA's compiler for NVIDIA GPUs, on a host without one: programs as they would run, for an H100.
 
 jax-cuda13-pjrt has the compiler. It is in a folder of its own, since JAX would start it in every process if it were
-installed: ``pip install --no-deps --target .venv/xla-cuda jax-cuda13-pjrt==JAX'S VERSION``, as `make exhaustive` does.
+installed: ``pip install --no-deps --target .venv/xla-cuda jax-cuda13-pjrt==JAX'S VERSION``, as `make test-all` does.
 """
 
 from __future__ import annotations

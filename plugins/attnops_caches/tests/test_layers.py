@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+import re
 from typing import Any
 
 import jax
@@ -133,6 +135,35 @@ def test_what_has_no_layer_axis_is_refused() -> None:
         create("dense", L).read()
     with pytest.raises(ValueError, match="take_rows is for all layers together"):
         create("dense", L).layer(1).take_rows(np.array([0, 1]))  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_what_a_layer_did_not_change_is_not_written_back() -> None:
+    whole: Any = create("pages", L)
+    key = tokens(0, K, 1)[0]
+    one = dataclasses.replace(whole.layer(1), lengths=jnp.ones(B, jnp.int32))
+    after: Any = whole.with_layer(1, one)
+    assert after.table is whole.table
+    assert after.starts is whole.starts
+    assert after.lengths.tolist() == [[0, 0], [1, 1], [0, 0]]
+    assert pickle.loads(pickle.dumps(whole)).lengths.tolist() == whole.lengths.tolist()
+    # Another layer, another table, and what another cache took, are written.
+    assert whole.with_layer(2, one).lengths.tolist() == [[0, 0], [0, 0], [1, 1]]
+    moved = whole.with_layer(1, whole.layer(1).with_table(TABLE[::-1]))
+    np.testing.assert_array_equal(moved.table, [TABLE, TABLE[::-1], TABLE])
+    np.testing.assert_array_equal(whole.with_layer(0, moved.layer(1)).table, [TABLE[::-1], TABLE, TABLE])
+
+    def block(cache: Cache, layer: jax.Array) -> tuple[Cache, None]:
+        return cache.with_layer(layer, cache.layer(layer).append(key, key)), None
+
+    def taken(layer: jax.Array) -> jax.Array:
+        return whole.layer(layer).lengths
+
+    with jax.checking_leaks():
+        scanned = jax.make_jaxpr(lambda cache: jax.lax.scan(block, cache, jnp.arange(L)))(whole)
+        jax.eval_shape(taken, jnp.int32(0))
+    updated = re.findall(r"(?:i32|bool)\[3([,\d]*)\] = dynamic_update_slice", str(scanned))
+    assert updated == [f",{B}"] * 2, "lengths and flags"
 
 
 @pytest.mark.slow

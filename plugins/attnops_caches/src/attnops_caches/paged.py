@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
 import jax
@@ -14,7 +15,7 @@ from attnops.exported import serialised
 from attnops.sharding.placing import placed, whole
 from attnops.sharding.specs import names_of
 from attnops_caches.calls.request import CacheRequest
-from attnops_caches.integers import at_rows, check_size, int32, integers_of_shape, pairs
+from attnops_caches.integers import LARGEST, at_rows, check_size, int32, integers_of_shape, pairs
 from attnops_caches.layout import TokenOptions
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT, refusal
@@ -185,9 +186,12 @@ class PagedCache(StoredCache):
         exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
         begin = jnp.maximum(lengths[:, None], number * p)  # indices of the first and last token in the page
         end = jnp.minimum((lengths + count)[:, None], number * p + p)
-        wanted = jnp.maximum(end - begin, 0)
-        # What comes after a token that has no page does not fit either.
-        kept = jnp.where(exists if most == 1 else jnp.cumprod(exists, axis=1) > 0, wanted, 0)
+        # What comes after a token that has no page does not fit either. The first such index by columns, if they are
+        # few: a GPU would need a kernel for a reduction.
+        lacks = jnp.where(exists, LARGEST, number * p)
+        columns = [lacks[:, i] for i in range(most)] if most <= 8 else [lacks.min(1)]
+        fits = functools.reduce(jnp.minimum, columns, lengths + count)
+        kept = jnp.clip(jnp.minimum(end, fits[:, None]) - begin, 0)
         pieces = Pieces(
             row=jnp.broadcast_to(run[:, None], page.shape),
             first=begin - lengths[:, None],
@@ -195,7 +199,7 @@ class PagedCache(StoredCache):
             block=jnp.clip(page, 0, self.pages - 1),
             slot=begin % p,
         )
-        return Pieces(*(x.reshape(-1) for x in pieces)), kept.sum(1, dtype=jnp.int32)
+        return Pieces(*(x.reshape(-1) for x in pieces)), jnp.maximum(fits - lengths, 0)
 
     def slots(self) -> Slots:
         exists = (self.table >= 0) & (self.table < self.pages_of_row)

@@ -93,7 +93,9 @@ class Placement:
         """The partition specs of the new tokens of a cache."""
         by_row, by_head = PartitionSpec(self.batch), PartitionSpec(self.batch, self.kv_heads)
         tokens: Any = dict.fromkeys(cache.store._blocks(), by_head)
-        return NewTokens(tokens, by_row, by_row, by_row, by_row if is_packed else None)  # type: ignore[arg-type]
+        by_token = PartitionSpec(self.batch, None, self.kv_heads)
+        given: Any = (by_token,) if cache.is_latent else (by_token, by_token)
+        return NewTokens(tokens, by_row, by_row, by_row, by_row if is_packed else None, given)  # type: ignore[arg-type]
 
     def by_compiler(self, function: Callable[..., Any], out_specs: Any, *args: Any) -> Any:
         """``function(*args)`` with automatic mesh axes in place of explicit ones, which allow no gather across shards.

@@ -60,6 +60,8 @@ class NewTokens(NamedTuple):
         size: how many tokens of each row fit, int32 [B].
         blocks: the blocks that each row's tokens go to, in order, int32 [B, blocks].
         starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
+        given: key, and value unless the content is latent, as the caller gave them, [B, T, K, d]: for a kernel that
+            quantises them itself, so that XLA leaves ``tokens`` out.
     """
 
     tokens: dict[str, jax.Array]
@@ -67,6 +69,7 @@ class NewTokens(NamedTuple):
     size: jax.Array
     blocks: jax.Array
     starts: jax.Array | None = None
+    given: tuple[jax.Array, ...] = ()
 
 
 @serialised_tuple

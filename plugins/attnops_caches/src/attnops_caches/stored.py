@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax
@@ -27,6 +29,11 @@ if TYPE_CHECKING:
     from attnops.typing import DType
 
 StoredType = TypeVar("StoredType", bound="StoredCache")
+
+
+def _weak(layer: Any) -> Callable[[], Any]:
+    """A function that returns a layer's number; if it is traced or an array, only while that exists elsewhere."""
+    return weakref.ref(layer) if isinstance(layer, jax.Array) else lambda: layer
 
 
 def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dict[str, Any]:
@@ -57,6 +64,11 @@ class StoredCache(Cache):
     store: Store
 
     is_stored: ClassVar[bool] = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: x for name, x in self.__dict__.items() if name != "_taken"
+        }  # what `layer` took has weak references
 
     def describe(self) -> CacheRequest:
         layout, codec = self.store.layout, self.codec
@@ -127,7 +139,8 @@ class StoredCache(Cache):
         """`pending` on one device, its arguments checked."""
         cache, pieces, fit, starts = self.grown(key.shape[1], count, rows)
         first, blocks = self._first_new(pieces)
-        return Pending(cache, NewTokens(self.store.encoded(key, value), first, fit, blocks, starts))
+        given = (key,) if value is None else (key, value)
+        return Pending(cache, NewTokens(self.store.encoded(key, value), first, fit, blocks, starts, given))
 
     def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
         """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
@@ -179,6 +192,8 @@ class StoredCache(Cache):
             raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
         check_layer(layer, self.lengths.shape[0])
         fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._of_layer().items()}
+        # For `with_layer`; not a field, since it is no part of the cache.
+        object.__setattr__(self, "_taken", (_weak(layer), {name: weakref.ref(x) for name, x in fields.items()}))
         return dataclasses.replace(self, store=self.store.at_layer(layer), **fields)  # type: ignore[arg-type]
 
     def with_layer(self, layer: ArrayLike, one: Self) -> Self:
@@ -194,8 +209,13 @@ class StoredCache(Cache):
         if self.lengths.ndim != 2 or not isinstance(one, StoredCache) or one.store.layer is None:
             raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
         check_layer(layer, self.lengths.shape[0])
-        new = one._of_layer()
-        fields = {name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0) for name, x in self._of_layer().items()}
+        new, (last, taken) = one._of_layer(), getattr(self, "_taken", (_weak(None), {}))
+        # XLA would copy what `layer` took and nothing changed, such as tables.
+        same = {name for name, x in taken.items() if last() is layer and x() is new[name]}
+        fields = {
+            name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0)
+            for name, x in self._of_layer().items() if name not in same
+        }  # fmt: skip
         return self.with_blocks(one.store._blocks(), **fields)
 
     def with_blocks(self, blocks: dict[str, jax.Array], **fields: Any) -> Self:

@@ -17,7 +17,6 @@ from attnops_triton.targets import target
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.exhaustive,
     pytest.mark.skipif(not cuda_compiler.PLUGIN.exists(), reason=f"{cuda_compiler.PLUGIN} is not there"),
 ]
 SIZES: dict[str, Any] = {"batch": 2, "kv_heads": 1, "head_dim": 16}

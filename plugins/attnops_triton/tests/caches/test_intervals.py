@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import pytest
 
 from attnops.masks import And, Causal, Chunked, Lengths, Mask, SlidingWindow
 from attnops_caches.masks import AtSlots, Held, Slots
-from attnops_triton.caches.intervals import interval, of_tiles
+from attnops_triton.caches.intervals import interval
+from attnops_triton.caches.kernels import scores
 
 pytestmark = pytest.mark.slow
 
@@ -33,31 +35,56 @@ def by_slot(mask: Mask | None) -> Mask:
     return held.bind(B, 1, T, S)
 
 
+@pytest.fixture(autouse=True)
+def numpy_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' functions compute with numbers, which stand for pointers to them."""
+    given: dict[str, Any] = {"load": int, "minimum": np.minimum, "maximum": np.maximum, "where": np.where}
+    monkeypatch.setattr(scores, "tl", SimpleNamespace(**given))
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_an_interval_is_what_the_mask_allows(name: str) -> None:
     mask = by_slot(MASKS[name])
     seen = interval(mask, (B, T, S))
     assert seen is not None
-    slot = np.arange(S)
-    got = (slot >= np.asarray(seen.first)[..., None]) & (slot < np.asarray(seen.stop)[..., None])
-    expected = np.asarray(mask.dense(B, 1, T, S))
-    np.testing.assert_array_equal(got, np.broadcast_to(expected, (B, 1, T, S))[:, 0])
+    columns = [np.asarray(x)[:, None, None] for x in seen]
+    got = scores.within.fn(None, None, np.arange(T)[:, None], np.arange(S), columns, ())
+    np.testing.assert_array_equal(got, allowed(mask))
+
+
+def allowed(mask: Mask) -> Any:
+    return np.broadcast_to(np.asarray(mask.dense(B, 1, T, S)), (B, 1, T, S))[:, 0]
 
 
 @pytest.mark.parametrize("bq", [1, 2, 4, 8])
-def test_tiles_have_what_some_and_what_all_of_their_queries_see(bq: int) -> None:
-    seen = interval(by_slot(MASKS["both sides"]), (B, T, S))
+@pytest.mark.parametrize("name", ["causal", "both sides"])
+def test_tiles_have_what_some_and_what_all_of_their_queries_see(name: str, bq: int) -> None:
+    mask = by_slot(MASKS[name])
+    seen = interval(mask, (B, T, S))
     assert seen is not None
-    some, every = of_tiles(seen, bq)
-    first, stop = map(np.asarray, seen)
+    options: Any = SimpleNamespace(bq=bq, writes=False, tiles=SimpleNamespace(bk=1))
     for b, i in itertools.product(range(B), range(-(-T // bq))):
-        rows = [(int(x), int(y)) for x, y in zip(first[b], stop[b], strict=True)][i * bq : (i + 1) * bq]
-        slots = [set(range(*x)) for x in rows]
-        union, common = set.union(*slots), set.intersection(*slots)
-        assert union == set() or (min(union), max(union) + 1) == (some.first[b, i], some.stop[b, i])
-        if not union:
-            assert some.first[b, i] >= some.stop[b, i]
-        assert common == set(range(int(every.first[b, i]), int(every.stop[b, i])))
+        x = SimpleNamespace(mask=[int(column[b]) for column in seen])
+        first, stop, full_start, full_stop = scores.tiles_within.fn(x, SimpleNamespace(T=T, S=S), 0, i, options)
+        rows = allowed(mask)[b, i * bq : (i + 1) * bq]
+        union, common = set(np.flatnonzero(rows.any(0)).tolist()), set(np.flatnonzero(rows.all(0)).tolist())
+        assert union <= set(range(first, stop))
+        if rows.any(1).all() or not union:
+            assert union == set(range(first, stop))
+        assert common == set(range(full_start, full_stop))
+
+
+@pytest.mark.parametrize("T", [2, 100])
+def test_a_query_of_one_row_may_begin_anywhere(T: int) -> None:
+    query = jnp.arange(T)
+    exists = (query >= T // 2) & (query < T - 1)
+    slots = Slots(jnp.array([-3]), jnp.array([3]), jnp.array([S]), None, None, S)
+    held: Any = Held(jnp.where(exists, 5 + query - T // 2, -1)[None], slots)
+    seen = interval(held, (1, T, S))
+    assert seen is not None
+    assert [int(x[0]) for x in (seen.first, seen.stop)] == [3, S]
+    got = (query >= seen.begin) & (query < seen.end)
+    np.testing.assert_array_equal(got, exists)
 
 
 @pytest.mark.parametrize(

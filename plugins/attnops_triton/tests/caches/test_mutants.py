@@ -87,7 +87,7 @@ QUICK = {
 }  # fmt: skip
 SLOW = {
     "pages are those of another row": (PACKED, "program.row.to(tl.int64) * n.pages + tl", "tl"),
-    "a query sees a slot too many": (STEP, "kv < values[1]", "kv <= values[1]"),
+    "a query sees a slot too many": (STEP, "kv < stop", "kv <= stop"),
     "a tile of a split is left out": (STEP, "each = (stop - first + n.splits - 1)", "each = (stop - first)"),
     "splits of packed rows are a tile apart": (PACKED, "(split + 1) * each", "(split + 1) * each - 1"),
     "splits have the weights of their own maximum": (PACKED, "tl.exp2((some_m - below)", "tl.exp2((some_m - some_m)"),
@@ -95,6 +95,12 @@ SLOW = {
     "the sink is another head's": (WINDOW, "x.sinks + hr", "x.sinks + hr * 0"),
     "padding gets an output": (PACKED, "stored = stored & seen_any", "pass"),
     "scales are left out": (STEP, "acc = acc * state.unit", "pass"),
+    "a new token is rounded down": (STEP, "(x + 12582912.0)", "(x - 0.5 + 12582912.0)"),
+    "a new token has another head's scale": (
+        STEP,
+        "x.stored.key_scale, program.k, options.D",
+        "x.stored.key_scale, 0, 0",
+    ),
     "a new token is written a slot early": (STEP, "* n.S + slot", "* n.S + slot - 1"),
     "a new token is read before it is written": (STEP, "range(first, stop)", "range(first, first)"),
 }

@@ -108,11 +108,31 @@ BY_TENSOR: dict[str, Any] = {"codec": Quantized("float8_e4m3fn", "tensor"), "key
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("T", "options"),
-    [(1, {"codec": Quantized("int8")}), (5, BY_HEAD), (1, BY_TENSOR), (5, {"dtype": jnp.float16})],
-    ids=["int8 by token_head", "int8 by head", "float8_e4m3fn by tensor", "float16"],
-)
+    [(1, {"codec": Quantized("int8")}), (5, BY_HEAD), (1, BY_TENSOR), (5, {"codec": Quantized("int4")}),
+     (5, {"codec": Quantized("float8_e5m2")}), (5, {"dtype": jnp.float16})],
+    ids=["int8 by token_head", "int8 by head", "float8_e4m3fn by tensor", "int4", "float8_e5m2", "float16"],
+)  # fmt: skip
 def test_numbers_of_all_kinds_and_scales(T: int, options: dict[str, Any]) -> None:
     check(paged(**options), T, Causal(), [15, 30, 0, 33])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", ["token_head", "tensor"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.tier(every=4)
+def test_what_a_kernel_quantises_is_what_append_does(dtype: str, scales: str) -> None:
+    given = {} if scales == "token_head" else {"key_scale": 0.1, "value_scale": 2.0}
+    cache = dense(codec=Quantized(dtype, scales), **given)
+    # Magnitudes from denormal to beyond the largest, ties, zeros, and what is no number.
+    size = 2.0 ** jnp.arange(-140, 124, 11)[:, None, None]
+    key = (normal(0, 24, K, 16) * size).reshape(4, 6, K, 16)
+    tie = jnp.linspace(-63.5, 63.5, 16) * 0.1
+    key = key.at[0, 0, 0].set(0).at[1, 0, 0, 3].set(jnp.nan).at[1, 1, 1, 3].set(jnp.inf).at[2, 0, :, :].set(tie)
+    operation = OperationRegistry.create("attnops-triton:flash", METADATA)
+    program = jax.jit(lambda q, k, v, c: operation.step(q, k, v, c, mask=Causal())[1])
+    written, after = program(jnp.ones((4, 6, 4, 16)), key, -key, cache), jax.jit(Cache.append)(cache, key, -key)
+    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ differently, or if rows are packed and it shards the cache's rows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -77,7 +78,8 @@ def step(
         forward = decide(chosen, request := attention_request(fused))
         if not step_reasons(chosen, forward, request) and may_step(fused.boundary, cache):
             output, written = run_over_cache(chosen, forward, fused, without_gradient((new,), NO_GRADIENT)[0])
-            return chosen.finish(fused, output), written  # type: ignore[return-value]
+            # What is not written is as it was, also for `StoredCache.with_layer`.
+            return chosen.finish(fused, output), dataclasses.replace(grown, store=written.store)  # type: ignore
     after = cache.append(*tokens)
     return operation.run(call(after)), after
 

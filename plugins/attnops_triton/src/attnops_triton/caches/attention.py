@@ -52,7 +52,7 @@ def cached_attention(
     arrays |= {f"ranges{i}": x for i, x in enumerate(items.ranges)}
     arrays |= {name: x for name in ("row", "tile") if (x := getattr(items, name)) is not None}
     if new is not None:
-        arrays |= operands.token_arrays(cache, new)
+        arrays |= operands.token_arrays(new)
     results = _run(plan, arrays)
     if new is not None:
         written = {name: results[f"{name}_out"].reshape(getattr(cache.store, name).shape) for name in new.tokens}
@@ -97,7 +97,7 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, by_interval:
         tf32=dtype == "float32" and metadata.precision == lax.Precision.DEFAULT, writes=writes,
         mask=within if by_interval else mask_function(scoring.mask, scoring.dense),  # type: ignore[arg-type]
         score=score_function(scoring.bias, scoring.cap),
-        masks=(Value(True, False, "q", tl.int32),) * 2 if by_interval else describe_values(scoring.mask),
+        masks=(Value(True, False, "", tl.int32),) * 6 if by_interval else describe_values(scoring.mask),
         biases=describe_values(scoring.bias),
         has_bias=scoring.has_bias, scoring=scoring, wants_lse=wants_lse, arch=arch, interpret=metadata.interpret,
     )  # fmt: skip
@@ -114,7 +114,8 @@ def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
 @one_by_one
 def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The outputs by name: "out", "lse" if wanted, and "key_out", … for the arrays of the cache that are written."""
-    written = [name for name in Tokens._fields if name in arrays and f"new_{name}" in arrays]
+    stored = Tokens._fields if plan.by_token else ("key", "value")
+    written = [name for name in stored if plan.writes and name in arrays]
     is_split = plan.splits > 1
     outputs = _partial_outputs(plan) if is_split else _outputs(plan)
     aliases = {} if is_split else _initialised(plan, arrays)

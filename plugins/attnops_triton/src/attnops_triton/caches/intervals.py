@@ -1,7 +1,7 @@
 """Masks of a batch that are one interval of slots for each query: causal masks and windows over rows in order.
 
-The kernel compares slots with two numbers per query, whatever the mask. XLA computes these, and the tiles to read,
-together with the cache's new lengths in one kernel.
+Queries of a row have consecutive positions, so that six numbers per row describe the mask, whatever it is. XLA computes
+them together with the cache's new lengths in one kernel, and the kernel finds the tiles that it reads.
 """
 
 from __future__ import annotations
@@ -17,13 +17,21 @@ from attnops_caches.masks import AtSlots, Held
 
 # A distance that no two positions have.
 _FAR: Final = 1 << 29
+# Up to so many queries columns are compared one by one, since XLA does not fuse a reduction with what uses it.
+_COLUMNS: Final = 64
 
 
 class Interval(NamedTuple):
-    """The slots that each query sees, from a first to before a stop, int32 [B, T]; none if the stop is not above."""
+    """The slots that the queries of each row see, int32 [B] each. Query t, from ``begin`` to before ``end``, sees those
+    from ``max(first, low + t)`` to before ``min(stop, high + t)``; other queries see none.
+    """
 
     first: jax.Array
     stop: jax.Array
+    low: jax.Array
+    high: jax.Array
+    begin: jax.Array
+    end: jax.Array
 
 
 def interval(mask: Mask, shape: tuple[int, int, int]) -> Interval | None:
@@ -32,22 +40,34 @@ def interval(mask: Mask, shape: tuple[int, int, int]) -> Interval | None:
         left, right = interval(mask.left, shape), interval(mask.right, shape)
         if left is None or right is None:
             return None
-        return Interval(jnp.maximum(left.first, right.first), jnp.minimum(left.stop, right.stop))
+        return Interval(*(f(x, y) for f, x, y in zip((jnp.maximum, jnp.minimum) * 3, left, right, strict=True)))
     if not isinstance(mask, (Held, AtSlots)) or mask.slots.newest is not None or mask.slots.exists is not None:
         return None
-    position = jnp.broadcast_to(jnp.asarray(mask.q_positions), shape[:2])
+    batch, T, S = shape
+    position = jnp.broadcast_to(jnp.asarray(mask.q_positions), (batch, T))
+    first, stop, low, high, begin, end = (jnp.full(batch, x, jnp.int32) for x in (0, S, -_FAR, _FAR, 0, T))
+    # Queries of padding have the position -1, and see nothing; the others are consecutive, so that the first query
+    # would have this position.
+    query, exists = jnp.arange(T, dtype=jnp.int32), position >= 0
+    origin = _largest(jnp.where(exists, position - query, -_FAR))
     if isinstance(mask, Held):
-        start, stop = (jnp.clip(jnp.asarray(x), 0, shape[2])[:, None] for x in (mask.slots.start, mask.slots.stop))
-        # Queries of padding see nothing.
-        return Interval(jnp.broadcast_to(start, shape[:2]), jnp.where(position >= 0, stop, 0))
+        first, stop = (jnp.clip(jnp.asarray(x), 0, S) for x in (mask.slots.start, mask.slots.stop))
+        begin, end = -_largest(jnp.where(exists, -query, -T)), _largest(jnp.where(exists, query + 1, 0))
+        return Interval(first, stop, low, high, begin, end)
     limits = _limits(mask.mask)
-    if limits is None or shape[2] > _FAR:
+    if limits is None or S > _FAR:
         return None
-    low, high = limits
-    number = position - jnp.clip(jnp.asarray(mask.slots.shift)[:, None], -_FAR, _FAR)
-    first = jnp.zeros_like(number) if high >= _FAR else number - high
-    stop = jnp.full_like(number, shape[2]) if low <= -_FAR else number - low + 1
-    return Interval(jnp.clip(first, 0, shape[2]), jnp.clip(stop, 0, shape[2]))
+    least, most = limits
+    number = origin - jnp.clip(jnp.asarray(mask.slots.shift), -_FAR, _FAR)
+    low = low if most >= _FAR else jnp.clip(number - most, -_FAR, _FAR)
+    high = high if least <= -_FAR else jnp.clip(number - least + 1, -_FAR, _FAR)
+    return Interval(first, stop, low, high, begin, end)
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    """The largest number of each row, [B], of [B, T]."""
+    T = x.shape[1]
+    return functools.reduce(jnp.maximum, [x[:, i] for i in range(T)]) if T <= _COLUMNS else x.max(1)
 
 
 def _limits(mask: Mask) -> tuple[int, int] | None:
@@ -58,19 +78,3 @@ def _limits(mask: Mask) -> tuple[int, int] | None:
         return 0, _FAR
     left, right = (_FAR if x is None else x for x in (mask.left, mask.right))
     return (-right, left) if isinstance(left, int) and isinstance(right, int) else None
-
-
-def of_tiles(seen: Interval, bq: int) -> tuple[Interval, Interval]:
-    """The slots that some query of each tile of bq queries sees, and those that all of them see, [B, tiles].
-
-    By minima of pairs and not as a reduction, which XLA would not fuse with what comes before.
-    """
-    batch, T = seen.first.shape
-    size = min(bq, T)
-    tiles = (jnp.pad(x, ((0, 0), (0, -T % size)), mode="edge").reshape(batch, -1, size) for x in seen)
-    first, stop = ([x[:, :, i] for i in range(size)] for x in tiles)
-    is_some = [a < b for a, b in zip(first, stop, strict=True)]
-    every = Interval(functools.reduce(jnp.maximum, first), functools.reduce(jnp.minimum, stop))
-    least = [jnp.where(some, a, _FAR) for some, a in zip(is_some, first, strict=True)]
-    most = [jnp.where(some, b, 0) for some, b in zip(is_some, stop, strict=True)]
-    return Interval(functools.reduce(jnp.minimum, least), functools.reduce(jnp.maximum, most)), every

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops.masks import Blocks, Dense
@@ -40,7 +39,7 @@ def score_arrays(plan: CachePlan, call: FlashCall, seen: Interval | None) -> dic
     shape = (1 if plan.is_packed else plan.B), plan.H, plan.T, plan.key_axis
     found: dict[str, jax.Array] = {}
     if seen is not None:
-        found |= {"mask0": seen.first, "mask1": seen.stop}
+        found |= {f"mask{i}": x for i, x in enumerate(seen)}
     elif plan.mask is not None:
         function, leaves, given = of_mask(call.mask, by_row=True)  # type: ignore[arg-type]
         found |= {f"mask{i}": _in_32_bits(x) for i, x in enumerate(function.compute(leaves, shape))}
@@ -62,21 +61,12 @@ def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     store = cache.store
     named = {name: getattr(store, name) for name in Tokens._fields}
     found = {name: x for name, x in named.items() if x is not None} | store.flat_blocks()
-    found["base"] = jnp.asarray(store.base, jnp.int32)[None]
+    # By row: XLA computes it with the other numbers of rows then.
+    found["base"] = jnp.full((cache.batch,), store.base, jnp.int32)
     return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
 
 
-def token_arrays(cache: StoredCache, new: NewTokens) -> dict[str, jax.Array]:
-    """The new tokens, keys and values apart, [B, T, K, d]; the slot after each row's last one, and how many of it fit.
-
-    They are as the caller gave them, unless a codec stores them in another form: XLA leaves out what joined them.
-    """
-    layout, tokens = cache.store.layout, new.tokens
-    found = {f"new_{name}": x for name, x in tokens.items() if name.endswith("_scale")}
-    parts = {"key": layout.key_of(tokens["key"])}
-    if layout.content != "latent":
-        parts["value"] = layout.value_of(tokens["key"], tokens.get("value"))
-    for name, x in parts.items():
-        bits = x if cache.codec or x.dtype == cache.dtype else lax.bitcast_convert_type(x, cache.dtype)
-        found[f"new_{name}"] = bits.swapaxes(1, 2)
-    return found | {"new_stop": new.first + new.size, "new_size": new.size}
+def token_arrays(new: NewTokens) -> dict[str, jax.Array]:
+    """The new tokens as the caller gave them, [B, T, K, d]; the slot after each row's last one, and how many fit."""
+    given = dict(zip(("new_key", "new_value"), new.given, strict=False))
+    return given | {"new_stop": new.first + new.size, "new_size": new.size}

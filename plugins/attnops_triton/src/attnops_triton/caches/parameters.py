@@ -29,7 +29,7 @@ class Arrays(NamedTuple):
     ranges: tuple[Any, ...] = ()
     row: Any = None
     tile: Any = None
-    new: Tokens = Tokens()
+    new: Tokens = Tokens()  # without scales
     new_stop: Any = None
     new_size: Any = None
     # Initial values of outputs, which are written in their place.

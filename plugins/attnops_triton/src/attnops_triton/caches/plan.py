@@ -112,6 +112,13 @@ class KernelOptions:
         return 2 if self.stored == "int4" else 1
 
     @property
+    def largest(self) -> float:
+        """The largest number that the codec stores."""
+        from attnops_caches.codec import LARGEST
+
+        return LARGEST[self.stored]
+
+    @property
     def by_token(self) -> bool:
         """Whether each token and head has a scale."""
         return self.scales == "token_head"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from attnops.kernels import merged
 from attnops.masks import And, Coverage, Mask, Segments, block_map
 from attnops_caches import NewTokens
-from attnops_triton.caches.intervals import Interval, of_tiles
+from attnops_triton.caches.intervals import Interval
 from attnops_triton.caches.plan import CachePlan
 from attnops_triton.flash.plan import cdiv
 
@@ -21,7 +21,7 @@ class ItemSchedule(NamedTuple):
 
     Attributes:
         ranges: [items] each: start and stop of the tiles that an item reads; start and stop of those that need no mask;
-            and, with `KernelOptions.in_order`, tiles per split.
+            and, with `KernelOptions.in_order`, tiles per split. Of an `Interval` the kernel finds them itself: ().
         row: [items], for packed rows: the row of the cache that an item reads; else None.
         tile: [items], for packed rows: an item's tile of queries; else None.
     """
@@ -44,7 +44,7 @@ def schedule(
         new: the tokens that the kernel writes; their tiles are read even if no query sees them.
     """
     if seen is not None:
-        return ItemSchedule(_ranges_of(plan, seen, new), None, None)
+        return ItemSchedule((), None, None)
     tiles = _tiles(plan, mask, plan.B * plan.S if plan.is_packed else plan.S)
     if not plan.is_packed:
         active, full = (jnp.broadcast_to(x, (plan.B, *x.shape[1:])).reshape(plan.items, -1) for x in tiles)
@@ -67,21 +67,6 @@ def schedule(
         by_split = plan.tiles.bk * plan.splits
         ranges += (((jnp.clip(lengths, 0, plan.S)[row] + by_split - 1) // by_split).astype(jnp.int32),)
     return ItemSchedule(ranges, row, pairs // plan.B)
-
-
-def _ranges_of(plan: CachePlan, seen: Interval, new: NewTokens | None) -> tuple[jax.Array, ...]:
-    """`ItemSchedule.ranges` from the slots that each query sees."""
-    some, every = of_tiles(seen, plan.bq)
-    first, stop = some
-    if new is not None:
-        begin, end = new.first[:, None], (new.first + new.size)[:, None]
-        first = jnp.where(begin < end, jnp.minimum(first, begin), first)
-        stop = jnp.where(begin < end, jnp.maximum(stop, end), stop)
-    unit = plan.tiles.bk.bit_length() - 1
-    up = plan.tiles.bk - 1
-    # The last tile of a row may reach beyond its slots, and then needs a mask.
-    parts = first >> unit, (stop + up) >> unit, (every.first + up) >> unit, every.stop >> unit
-    return tuple(x.reshape(plan.items).astype(jnp.int32) for x in parts)
 
 
 def _is_own(plan: CachePlan, mask: Mask) -> jax.Array:

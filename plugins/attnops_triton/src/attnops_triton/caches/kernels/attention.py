@@ -9,8 +9,9 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max as largest
 from triton.language.standard import _sum_combine as total
 
+from attnops_triton.caches.kernels.codec import load_factor
 from attnops_triton.caches.kernels.result import output_rows, store_partial, store_result
-from attnops_triton.caches.kernels.scores import allowed, apply_score, load_values
+from attnops_triton.caches.kernels.scores import allowed, apply_score, load_values, tiles_within
 from attnops_triton.caches.kernels.storage import (
     columns_of,
     first_missing_page,
@@ -59,6 +60,8 @@ class State(NamedTuple):
 def attnops_ragged(x, n, options: tl.constexpr):
     """Attention of one item, kv head and split."""
     program = locate_program(x, n, options)
+    if options.writes:
+        write_tokens(x, n, program, options)
     q, factor = load_queries(x, n, program, options)
     biases = load_values(x.bias, program, None, (), n, options, False, False)
     masks = ()
@@ -66,8 +69,6 @@ def attnops_ragged(x, n, options: tl.constexpr):
     # D 128. In other calls it is the late load that spills (sm_89, T 512).
     if not options.has_value_factor:
         masks = load_values(x.mask, program, None, (), n, options, True, False)
-    if options.writes:
-        write_tokens(x, n, program, options)
     unit = program.k.to(tl.float32) * 0.0
     if options.has_value_factor:
         unit = load_factor(x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k, options)
@@ -123,10 +124,13 @@ def locate_program(x, n, options: tl.constexpr):
         row = rest // options.K
         b = row
         item = row * n.nq + tile
-    first = tl.load(x.ranges[0] + item)
-    stop = tl.load(x.ranges[1] + item)
-    full_start = tl.load(x.ranges[2] + item)
-    full_stop = tl.load(x.ranges[3] + item)
+    if len(x.ranges) > 0:
+        first = tl.load(x.ranges[0] + item)
+        stop = tl.load(x.ranges[1] + item)
+        full_start = tl.load(x.ranges[2] + item)
+        full_stop = tl.load(x.ranges[3] + item)
+    else:
+        first, stop, full_start, full_stop = tiles_within(x, n, row, tile, options)
     if x.part is not None:
         if options.in_order:
             each = tl.load(x.ranges[4] + item)
@@ -157,7 +161,7 @@ def locate_program(x, n, options: tl.constexpr):
     qr = tl.minimum(qi, n.T - 1)
     hr = k * options.G + tl.minimum(hi, options.G - 1)
     return Program(
-        item, row, tl.load(x.base), k, part, split, b, first, stop, full_start, full_stop, place, qr, hr, real
+        item, row, tl.load(x.base + row), k, part, split, b, first, stop, full_start, full_stop, place, qr, hr, real
     )
 
 
@@ -192,12 +196,6 @@ def load_queries(x, n, program, options: tl.constexpr):
     if options.has_value_factor:
         factor = factor * load_factor(x.stored.key_scale, program.k, options)
     return q, factor
-
-
-@triton.jit
-def load_factor(scales, k, options: tl.constexpr):
-    """The scale of a head, or of all."""
-    return tl.load(scales + k if options.scales == "head" else scales)
 
 
 @triton.jit

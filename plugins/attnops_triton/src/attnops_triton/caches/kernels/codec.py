@@ -1,4 +1,4 @@
-"""Stored numbers of 8 or 4 bits as operands of products.
+"""Stored numbers of 8 or 4 bits as operands of products, and new tokens as such numbers.
 
 float16 represents each of them exactly, so that operands are float16 for every query dtype but float32. Stores hold
 8-bit floats as integers with the same bits. None of them is NaN: for a NaN `attnops_caches.Quantized` stores 0, or a
@@ -13,6 +13,7 @@ from typing import Final
 
 import triton
 import triton.language as tl
+from triton.language.standard import _elementwise_max as largest
 
 from attnops_triton.targets import capability, is_amd
 
@@ -95,3 +96,64 @@ def decode(x, upper: tl.constexpr, options: tl.constexpr):
     else:
         x = x.to(options.operand)
     return x
+
+
+@triton.jit
+def load_factor(scales, k, options: tl.constexpr):
+    """The scale of a head, or of all."""
+    return tl.load(scales + k if options.scales == "head" else scales)
+
+
+@triton.jit
+def scale_of(new, scales, k, d: tl.constexpr, options: tl.constexpr):
+    """The scale of a new token of ``d`` features at the pointer ``new``, as of `attnops_caches.Quantized.encode`."""
+    if options.by_token:
+        column = tl.arange(0, triton.next_power_of_2(d))
+        size = tl.abs(tl.load(new + column, mask=column < d, other=0).to(tl.float32))
+        scale = tl.reduce(size, 0, largest) * (1.0 / options.largest)
+        is_nan = tl.reduce((size != size).to(tl.int32), 0, largest)
+        # A denormal scale would lose bits, and its reciprocal is infinite.
+        scale = tl.where(scale < 2.0**-126, 0.0, scale)
+        scale = tl.where(is_nan != 0, float("nan"), scale)
+    else:
+        scale = load_factor(scales, k, options)
+    return scale
+
+
+@triton.jit
+def inverse_of(scale):
+    """``1 / scale`` in float64, by Newton's method.
+
+    A number of float32 times it, rounded to float32, is the quotient that division gives, whose code needs more
+    registers: no quotient is as near to the middle of two numbers as the error.
+    """
+    is_small = scale < 2.0**-64
+    scale = tl.where(is_small, scale * 2.0**64, scale)
+    inverse = (1.0 / scale).to(tl.float64)
+    inverse = inverse * (2.0 - scale.to(tl.float64) * inverse)
+    inverse = inverse * (2.0 - scale.to(tl.float64) * inverse)
+    inverse = tl.where(is_small, inverse * 2.0**64, inverse)
+    return tl.where(scale == float("inf"), 0.0, inverse)
+
+
+@triton.jit
+def encode(x, scale, options: tl.constexpr):
+    """Numbers as they are stored with a scale, as int32."""
+    x = tl.where(scale == 0.0, 0.0, (x.to(tl.float64) * inverse_of(scale)).to(tl.float32))
+    x = tl.where(x != x, 0.0, tl.minimum(tl.maximum(x, -options.largest), options.largest))
+    if options.stored == "int8" or options.stored == "int4":
+        # Adding 1.5 · 2^23 rounds half to even.
+        code = ((x + 12582912.0) - 12582912.0).to(tl.int32)
+    else:
+        # The bits of float32 with fewer of the mantissa, rounded half to even, and another exponent bias. Below the
+        # least normal number the sum with a power of two has the digits that are stored in its lowest bits.
+        mantissa: tl.constexpr = 3 if options.stored == "float8_e4m3fn" else 2
+        bias: tl.constexpr = 7 if options.stored == "float8_e4m3fn" else 15
+        size = tl.abs(x)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = bits + (1 << (22 - mantissa)) - 1 + ((bits >> (23 - mantissa)) & 1)
+        normal = (normal >> (23 - mantissa)) - ((127 - bias) << mantissa)
+        small = size + 2.0 ** (24 - bias - mantissa)
+        small = small.to(tl.int32, bitcast=True) - ((151 - bias - mantissa) << 23)
+        code = tl.where(size < 2.0 ** (1 - bias), small, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return code

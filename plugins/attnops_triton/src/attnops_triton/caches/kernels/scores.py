@@ -92,4 +92,35 @@ def allowed(x, n, program, tile, kx, values, options: tl.constexpr):
 @triton.jit
 def within(b, h, q, kv, values, dense):
     """The mask of an `intervals.Interval`, whose fields are the values."""
-    return (kv >= values[0]) & (kv < values[1])
+    stop = tl.where((q >= values[4]) & (q < values[5]), tl.minimum(values[1], values[3] + q), 0)
+    return (kv >= tl.maximum(values[0], values[2] + q)) & (kv < stop)
+
+
+@triton.jit
+def tiles_within(x, n, row, tile, options: tl.constexpr):
+    """The `schedule.ItemSchedule.ranges` of a tile of queries, whose mask is an `intervals.Interval`."""
+    first = tl.load(x.mask[0] + row)
+    stop = tl.load(x.mask[1] + row)
+    low = tl.load(x.mask[2] + row)
+    high = tl.load(x.mask[3] + row)
+    begin = tl.maximum(tile * options.bq, tl.load(x.mask[4] + row))
+    end = tl.minimum(tile * options.bq + options.bq, tl.load(x.mask[5] + row))
+    # The first and the last query that see slots; slots increase with queries.
+    some = tl.maximum(first, low + begin)
+    some_stop = tl.minimum(stop, high + end - 1)
+    every = tl.maximum(first, low + end - 1)
+    every_stop = tl.minimum(stop, high + begin)
+    # Queries of padding see nothing, and so need the mask.
+    is_whole = (begin == tile * options.bq) & (end == tl.minimum(tile * options.bq + options.bq, n.T))
+    every_stop = tl.where(is_whole, every_stop, 0)
+    is_some = (begin < end) & (some < some_stop)
+    some = tl.where(is_some, some, n.S)
+    some_stop = tl.where(is_some, some_stop, 0)
+    if options.writes:
+        new_stop = tl.load(x.new_stop + row)
+        count = tl.load(x.new_size + row)
+        some = tl.where(count > 0, tl.minimum(some, new_stop - count), some)
+        some_stop = tl.where(count > 0, tl.maximum(some_stop, new_stop), some_stop)
+    # The last tile of a row may reach beyond its slots, and then needs a mask.
+    bk: tl.constexpr = options.tiles.bk
+    return some // bk, (some_stop + bk - 1) // bk, (every + bk - 1) // bk, every_stop // bk

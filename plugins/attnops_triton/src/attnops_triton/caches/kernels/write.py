@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnops_triton.caches.kernels.codec import encode, scale_of
+
 
 @triton.jit
 def write_tokens(x, n, program, options: tl.constexpr):
@@ -25,33 +27,54 @@ def write_tokens(x, n, program, options: tl.constexpr):
         else:
             at = ((program.row + program.base).to(tl.int64) * options.K + program.k) * n.S + slot
         source = (program.b.to(tl.int64) * n.T + token) * options.K + program.k
+        key, by_key = x.new.key + source * options.D, None
+        value, by_value = None, None
+        if x.new.value is not None:
+            value = x.new.value + source * options.Dv
+        if options.scales != "":
+            by_key = scale_of(key, x.stored.key_scale, program.k, options.D, options)
+            if value is not None:
+                by_value = scale_of(value, x.stored.value_scale, program.k, options.Dv, options)
         if options.is_joined:
             write_features(
-                x.written.key, at, options.keys.width, x.new.key, x.new.value, source, options.D, options.Dv, options
+                x.written.key, at, options.keys.width, key, by_key, options.D, value, by_value, options.Dv, options
             )
         else:
-            write_features(x.written.key, at, options.keys.width, x.new.key, None, source, options.D, 0, options)
+            write_features(x.written.key, at, options.keys.width, key, by_key, options.D, None, None, 0, options)
         if x.written.value is not None:
-            write_features(x.written.value, at, options.values.width, x.new.value, None, source, options.Dv, 0, options)
-        by_head = (program.b.to(tl.int64) * options.K + program.k) * n.T + token
+            write_features(
+                x.written.value, at, options.values.width, value, by_value, options.Dv, None, None, 0, options
+            )
         if x.written.key_scale is not None:
-            tl.store(x.written.key_scale + at, tl.load(x.new.key_scale + by_head))
+            tl.store(x.written.key_scale + at, by_key)
         if x.written.value_scale is not None:
-            tl.store(x.written.value_scale + at, tl.load(x.new.value_scale + by_head))
+            tl.store(x.written.value_scale + at, by_value)
     tl.debug_barrier()
 
 
 @triton.jit
 def write_features(
-    target, at, width: tl.constexpr, new, last, source, D: tl.constexpr, Dv: tl.constexpr, options: tl.constexpr
+    target, at, width: tl.constexpr, new, scale, D: tl.constexpr, last, last_scale, Dv: tl.constexpr,
+    options: tl.constexpr,
 ):  # fmt: skip
     """Store a token of ``width`` elements: D features of ``new``, zeros, and Dv of ``last``, which may be None."""
-    number: tl.constexpr = D // options.per_element
-    last_number: tl.constexpr = Dv // options.per_element
     columns = tl.arange(0, triton.next_power_of_2(width))
-    token = tl.load(new + source * number + columns, mask=columns < number, other=0)
+    token = stored_features(new, columns, scale, D, options)
     if last is not None:
-        column = columns - (width - last_number)
-        is_last = (column >= 0) & (column < last_number)
-        token = tl.where(is_last, tl.load(last + source * last_number + column, mask=is_last, other=0), token)
+        column = columns - (width - Dv // options.per_element)
+        token = tl.where(column >= 0, stored_features(last, column, last_scale, Dv, options), token)
     tl.store(target + at * width + columns, token, mask=columns < width)
+
+
+@triton.jit
+def stored_features(new, column, scale, d: tl.constexpr, options: tl.constexpr):
+    """The elements that store ``d`` features at the pointer ``new``; 0 where ``column`` is none of them."""
+    number: tl.constexpr = d // options.per_element
+    exists = (column >= 0) & (column < number)
+    token = tl.load(new + column, mask=exists, other=0)
+    if options.scales != "":
+        token = encode(token, scale, options)
+        if options.per_element == 2:
+            upper = encode(tl.load(new + number + column, mask=exists, other=0), scale, options)
+            token = (token & 15) | (upper << 4)
+    return token

@@ -31,7 +31,7 @@ LOWERING = "jax-cuda13-plugin==$(JAX)" "nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-c
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
 	--durations=10 --durations-min=10
 
-.PHONY: demo test budget test-all exhaustive alone parity quick bench docs lint readme wheels clean
+.PHONY: demo test budget test-all exhaustive alone parity engines quick bench docs lint readme wheels clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -92,6 +92,18 @@ alone: $(VENV)/.test  ## the quick tests of each distribution where it is instal
 # Tests of their own, which `tests` leaves out (norecursedirs): the others must not need PyTorch.
 parity: $(VENV)/.parity  ## models of transformers compute with attnops what they compute with PyTorch's attention
 	$(PYTEST) tests/parity
+
+# vLLM pins JAX, and a Python for which it has wheels. PyTorch comes with several GB of CUDA, as for `parity`.
+ENGINES := .venv-engines
+$(ENGINES)/.created: tests/engines/requirements.txt
+	python3.12 -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r tests/engines/requirements.txt
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(EDITABLE) . \
+		-e plugins/attnops_caches -e plugins/attnops_tpu -e plugins/attnops_vllm
+	@touch $@
+
+engines: $(ENGINES)/.created  ## vLLM's engine for TPUs computes with attnops what it computes with its own kernel, on the CPU
+	$(ENGINES)/bin/python -m pytest tests/engines
 
 quick: test
 

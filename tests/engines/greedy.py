@@ -1,0 +1,38 @@
+"""Greedy tokens of vLLM, with one attention backend, of a small Llama with random weights; its last line is JSON.
+
+    python greedy.py FOLDER BACKEND PROMPTS COUNT
+
+Two things of a CPU are not what the engine expects: devices have no coordinates, which an explicit order of devices
+avoids, and the engine knows no memory limit of theirs, which is given here.
+"""
+
+import contextlib
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+
+def main(folder: str, backend: str, prompts: str, count: str) -> None:
+    import tpu_inference.utils
+    from vllm import LLM, SamplingParams
+
+    options: dict[str, Any] = {"attention_backend": backend} if backend != "rpa" else {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(tpu_inference.utils, "hbm_usage_bytes", return_value=[(0, 1 << 30)]))
+        if backend == "rpa":  # a kernel of Pallas for TPUs
+            from jax.experimental.pallas import tpu as pltpu
+
+            stack.enter_context(pltpu.force_tpu_interpret_mode())
+        engine = LLM(
+            model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=16,
+            max_num_seqs=8, max_num_batched_tokens=64, num_gpu_blocks_override=64, enable_prefix_caching=False,
+            additional_config={"sharding": {"sharding_strategy": {"device_indexes": [0]}}}, **options,
+        )  # fmt: skip
+        sampling = SamplingParams(temperature=0, max_tokens=int(count), detokenize=False, ignore_eos=True)
+        answers = engine.generate([{"prompt_token_ids": x} for x in json.loads(prompts)], sampling)
+    print(json.dumps([list(x.outputs[0].token_ids) for x in answers]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

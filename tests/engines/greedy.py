@@ -2,8 +2,9 @@
 
     python greedy.py FOLDER BACKEND PROMPTS COUNT
 
-Two things of a CPU are not what the engine expects: devices have no coordinates, which an explicit order of devices
-avoids, and the engine knows no memory limit of theirs, which is given here.
+Four things of a CPU are not what the engine expects: devices have no coordinates, which an explicit order of devices
+avoids; the engine knows no memory limit of theirs, which is given here; it frees weights in float32 after JAX has taken
+them through NumPy, which PyTorch refuses, so that they are kept; and it gives XLA options for TPUs, which are left out.
 """
 
 import contextlib
@@ -14,15 +15,26 @@ from unittest import mock
 
 
 def main(folder: str, backend: str, prompts: str, count: str) -> None:
+    import torch
     import tpu_inference.utils
-    from vllm import LLM, SamplingParams
+    from tpu_inference.models.common import compiler_options
 
+    given = {"get_step_fn_compiler_options": dict, "get_sampling_compiler_options": dict}
     options: dict[str, Any] = {"attention_backend": backend} if backend != "rpa" else {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(tpu_inference.utils, "hbm_usage_bytes", return_value=[(0, 1 << 30)]))
-        if backend == "rpa":  # a kernel of Pallas for TPUs
-            from jax.experimental.pallas import tpu as pltpu
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_"))
+        stack.enter_context(mock.patch.multiple(compiler_options, **given))
+        from vllm import LLM, SamplingParams  # which imports these functions
 
+        if backend == "rpa":  # a kernel for TPUs, interpreted with the block sizes of a v6e
+            from jax.experimental.pallas import tpu as pltpu
+            from tpu_inference.kernels.ragged_paged_attention.v3 import kernel
+
+            stack.enter_context(mock.patch.object(kernel, "get_tpu_version", return_value=6))
+            stack.enter_context(
+                mock.patch.object(pltpu, "get_tpu_info", return_value=mock.Mock(vmem_capacity_bytes=1 << 27))
+            )
             stack.enter_context(pltpu.force_tpu_interpret_mode())
         engine = LLM(
             model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=16,

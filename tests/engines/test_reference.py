@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import sys
+import unittest
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import tpu_inference
 from jax._src import test_util
 
@@ -20,6 +25,8 @@ theirs: Any = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(theirs)
 
 jnp.zeros(1) + 1  # JAX's tests may not be the first to open the cache of compiled programs
+METADATA = OperationMetadata()
+INTERPRETED = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error")
 # The reference rounds weights to the dtype of values.
 TOLERANCES = {4: 1e-5, 2: 2e-2, 1: 0.1}
 
@@ -46,7 +53,8 @@ def attnops_in_its_place(q: Any, k: Any, v: Any, cache: Any, lengths: Any, table
     D, (_, K, _) = q.shape[-1], k.shape
     # The engine's models pad head dims with zeros.
     q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, cache.shape[-1] - D))) for x in (q, k, v))
-    out, pages = attend(OperationMetadata(), scores, to_pages(cache, K), q, k, v, lengths, table, starts, rows)
+    run = jax.jit(functools.partial(attend, METADATA, scores))
+    out, pages = run(to_pages(cache, K), q, k, v, lengths, table, starts, rows)
     assert np.isfinite(np.asarray(out, np.float32)).all()
     return out[..., :D], of_pages(pages, cache.shape)
 
@@ -67,3 +75,15 @@ class TestReference(theirs.RaggedPagedAttentionKernelTest):
         super()._test_ragged_paged_attention(
             seq_lens, num_heads, head_dim, page_size, q_dtype, kv_dtype, num_pages, **options
         )
+
+
+@pytest.mark.parametrize(
+    "name", ["sliding_window1", "logit_soft_capping1", "kv_share_chunked_prefill_input_kv_is_ignored"]
+)
+def test_the_interpreted_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "METADATA", INTERPRETED)
+    prefix = "test_" if name.startswith("kv_share") else "test_ragged_paged_attention_"
+    result = unittest.TestResult()
+    TestReference(prefix + name).run(result)
+    assert result.testsRun == 1
+    assert not [*result.errors, *result.failures, *result.skipped]

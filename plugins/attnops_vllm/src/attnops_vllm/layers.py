@@ -28,7 +28,8 @@ class AttnopsBackendImpl(PallasAttentionBackendImpl):
         super().__init__(*args, **options)
         if self.logits_soft_cap:
             cap = float(self.logits_soft_cap)
-            self.attention_backend = f"{NAME}_cap_{cap}"
+            over, under = cap.as_integer_ratio()  # vLLM takes an identifier
+            self.attention_backend = f"{NAME}_cap_{over}_{under}"
             register_attention_backend(
                 self.attention_backend, attention=functools.partial(create, soft_cap=cap), vllm_backend=PATH
             )

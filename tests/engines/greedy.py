@@ -5,12 +5,13 @@
 Four things of a CPU are not what the engine expects: devices have no coordinates, which an explicit order of devices
 avoids; the engine knows no memory limit of theirs, which is given here; it frees weights in float32 after JAX has taken
 them through NumPy, which PyTorch refuses, so that they are kept; and it gives XLA options for TPUs, which are left out.
+
+The engine's own kernel does not run here: JAX's interpreter of such kernels lacks the bitcast of a reference.
 """
 
 import contextlib
 import json
 import sys
-from typing import Any
 from unittest import mock
 
 
@@ -20,26 +21,16 @@ def main(folder: str, backend: str, prompts: str, count: str) -> None:
     from tpu_inference.models.common import compiler_options
 
     given = {"get_step_fn_compiler_options": dict, "get_sampling_compiler_options": dict}
-    options: dict[str, Any] = {"attention_backend": backend} if backend != "rpa" else {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(tpu_inference.utils, "hbm_usage_bytes", return_value=[(0, 1 << 30)]))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_"))
         stack.enter_context(mock.patch.multiple(compiler_options, **given))
         from vllm import LLM, SamplingParams  # which imports these functions
 
-        if backend == "rpa":  # a kernel for TPUs, interpreted with the block sizes of a v6e
-            from jax.experimental.pallas import tpu as pltpu
-            from tpu_inference.kernels.ragged_paged_attention.v3 import kernel
-
-            stack.enter_context(mock.patch.object(kernel, "get_tpu_version", return_value=6))
-            stack.enter_context(
-                mock.patch.object(pltpu, "get_tpu_info", return_value=mock.Mock(vmem_capacity_bytes=1 << 27))
-            )
-            stack.enter_context(pltpu.force_tpu_interpret_mode())
         engine = LLM(
             model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=128, block_size=16,
             max_num_seqs=8, max_num_batched_tokens=64, num_gpu_blocks_override=64, enable_prefix_caching=False,
-            additional_config={"sharding": {"sharding_strategy": {"device_indexes": [0]}}}, **options,
+            additional_config={"sharding": {"sharding_strategy": {"device_indexes": [0]}}}, attention_backend=backend,
         )  # fmt: skip
         sampling = SamplingParams(temperature=0, max_tokens=int(count), detokenize=False, ignore_eos=True)
         answers = engine.generate([{"prompt_token_ids": x} for x in json.loads(prompts)], sampling)

@@ -25,8 +25,8 @@ TOGETHER = (
 
 
 def folders() -> dict[str, Path]:
-    """The folder of each distribution, by its name."""
-    plugins = {path.parent.name.replace("_", "-"): path.parent for path in ROOT.glob("plugins/*/pyproject.toml")}
+    """The folder of each distribution that has tests, by its name."""
+    plugins = {path.parent.name.replace("_", "-"): path.parent for path in ROOT.glob("plugins/*/tests")}
     return {"attnops": ROOT} | plugins
 
 

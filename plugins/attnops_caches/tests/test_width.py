@@ -67,3 +67,26 @@ def test_a_width_that_holds_no_token_is_refused() -> None:
         DenseCache.create(length=8, **sizes, value_head_dim=DV, width=9)
     with pytest.raises(ValueError, match="width=5 must be at least 6, the features of a latent"):
         PagedCache.create(pages=2, page_size=4, max_pages=2, **sizes, latent=4, width=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [None, Quantized("float8_e4m3fn", "tensor")])
+def test_arrays_may_hold_narrow_floats_in_place_of_their_bits(codec: Quantized | None) -> None:
+    """As an engine's arrays do, which it makes itself."""
+    scales = {} if codec is None else {"key_scale": 0.5, "value_scale": 2.0}
+
+    @jax.jit
+    def run() -> Any:
+        cache = PagedCache.create(
+            batch=B, pages=8, page_size=2, max_pages=2, kv_heads=K, head_dim=D, value_head_dim=DV, codec=codec,
+            table=[[7, 0], [3, 2], [5, 6]], **scales,
+        )  # fmt: skip
+        as_floats = jax.lax.bitcast_convert_type(cache.store.key, cache.store.layout.stored_dtype)
+        both = [cache, cache.with_blocks({"key": as_floats})]
+        key, value = (jnp.asarray(x, cache.dtype) for x in (KEY, VALUE))
+        return [(x.store.key, x.read()) for x in (x.append(key, value, lengths=[3, 1, 2]) for x in both)]
+
+    (as_bits, bits), (as_floats, floats) = run()
+    assert as_bits.dtype != as_floats.dtype
+    for wanted, found in zip(bits, floats, strict=True):
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))

@@ -195,6 +195,7 @@ class Store:
                 sizes = (1, new.shape[1], window, *last)
                 at = (*lead, block, zero, start, zero)[: arrays[name].ndim]
                 given = lax.dynamic_slice(new, (row, zero, from_token, zero)[: new.ndim], sizes)
+                given = from_bits(given, arrays[name].dtype)  # an engine's arrays may hold narrow floats as they are
                 old = lax.dynamic_slice(arrays[name], at, (*(1 for _ in lead), *sizes))
                 written[name] = lax.dynamic_update_slice(arrays[name], jnp.where(is_new, given, old), at)
             return written

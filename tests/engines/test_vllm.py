@@ -1,0 +1,76 @@
+"""vLLM itself, from its entry point to its tokens, on the CPU: small models with random weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SCRIPT = Path(__file__).parent / "greedy.py"
+PROMPTS = [[(7 * i + j) % 256 for j in range(n)] for i, n in enumerate((5, 40, 17, 90))]
+NEW = 12
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "SKIP_JAX_PRECOMPILE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+SIZES = {
+    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 256, "initializer_range": 0.2,
+    "eos_token_id": None,
+}  # fmt: skip
+# Gemma 2 has a soft cap, and a window in every other layer.
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "Llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "Qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "Gemma2": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 32, "attn_logit_softcapping": 2.0}),
+}
+
+
+def saved(family: str, path: Path) -> Any:
+    """A model with random weights, and in ``path`` its checkpoint."""
+    torch.manual_seed(0)
+    config, model, options = FAMILIES[family]
+    made = model._from_config(config(**SIZES, **options), attn_implementation="eager", dtype=torch.float32)
+    made.save_pretrained(path)
+    return made.eval()
+
+
+def run(folder: Path, backend: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), str(folder), backend, json.dumps(PROMPTS), str(NEW)]
+    env = os.environ | ENVIRONMENT | environment
+    return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Prompts of 5 to 90 tokens in steps of 64: chunks of prompts and decoded tokens of several rows in one call."""
+    model = saved(family, tmp_path)
+    done = run(tmp_path, "attnops", MODEL_IMPL_TYPE="vllm")
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole = [model.generate(torch.tensor([x]), max_new_tokens=NEW, do_sample=False)[0].tolist() for x in PROMPTS]
+    assert json.loads(done.stdout.splitlines()[-1]) == [x[-NEW:] for x in whole]
+
+
+def test_models_in_jax_are_refused_at_start(tmp_path: Path) -> None:
+    saved("Llama", tmp_path)
+    done = run(tmp_path, "attnops", MODEL_IMPL_TYPE="flax_nnx")
+    assert done.returncode != 0
+    assert "MODEL_IMPL_TYPE=flax_nnx: the engine's models in JAX call its own kernel" in done.stderr

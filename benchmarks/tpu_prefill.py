@@ -9,14 +9,16 @@ transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prom
 masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read.
 
 A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
-as many tokens, new tokens included. Its kernels are added up item by item. "with memory" takes for each kernel the
-larger of its bundles and of the cycles that its keys and values need; "outside" are the cycles of what the program
-moves outside of the kernels, such as gathered queries, without the writes of a prompt's tokens. Needs Linux on x86 and
-``pip install attnops-tpu[aot] rich typer``.
+as many tokens, or of its own, new tokens included. Its kernels are added up item by item. "with memory" simulates the
+transfers of keys and values: they follow one another, that of a tile starts when the tile that is ``buffers - 1``
+before it is computed, and a tile is computed when it has arrived; what is not simulated is the latency of memory.
+"outside" are the cycles of what the program moves outside of the kernels, such as gathered queries, without the writes
+of a prompt's tokens. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -24,17 +26,17 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
-from tpu_decode import BYTES, KERNEL, loop, print_lines
+from tpu_decode import BYTES, KERNEL, loop, outermost, print_lines
 from tpu_kernels import run
 
 from attnops_tpu.aot import devices
-from attnops_tpu.schedule import measure
+from attnops_tpu.schedule import Schedule, measure
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTH: Final = 4096
 SLOTS: Final = 1 << 15  # of the cache, which is larger than vector memory
 # Decoding rows, and queries of the prompt.
-MIXED: Final = ((31, 512), (255, 2048))
+MIXED: Final = ((31, 512), (255, 2048), (8, 8192))
 
 
 class Batch(NamedTuple):
@@ -54,12 +56,13 @@ class Batch(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A kernel: its tiles, and the bundles of its parts.
+    """Items of a kernel: their tiles, and the bundles of their parts.
 
     Attributes:
         bq: queries per tile.
         bk: keys per tile.
         chunk: keys per chunk of a masked tile.
+        buffers: tiles of keys in vector memory.
         plain: bundles of a tile that nothing is masked of.
         masked: of a chunk of a masked tile.
         outside: of an item, around its loop.
@@ -68,22 +71,43 @@ class Parts(NamedTuple):
     bq: int
     bk: int
     chunk: int
+    buffers: int
     plain: float
     masked: float
     outside: float
 
-    def bundles(self, queries: int) -> float:
-        """The bundles of the items of a row with so many queries at the end of `LENGTH` tokens."""
-        total = 0.0
-        for first in range(LENGTH - queries, LENGTH, self.bq):
-            last = min(first + self.bq, LENGTH)
+    def items(self, queries: int) -> list[list[tuple[float, int]]]:
+        """The tiles of each item of a row with so many queries at the end of its tokens: bundles, and keys."""
+        result = []
+        length = max(LENGTH, queries)
+        for first in range(length - queries, length, self.bq):
+            last = min(first + self.bq, length)
             full = (first + 1) // self.bk
-            total += self.outside + full * self.plain + -(-(last - full * self.bk) // self.chunk) * self.masked
-        return total
+            tiles = [(self.plain, self.bk)] * full
+            for start in range(full * self.bk, last, self.bk):
+                keys = min(last - start, self.bk)
+                tiles.append((-(-keys // self.chunk) * self.masked, keys))
+            result.append([(tiles[0][0] + self.outside, tiles[0][1]), *tiles[1:]])
+        return result
+
+    def bundles(self, queries: int) -> float:
+        """The bundles of these items."""
+        return sum(bundles for item in self.items(queries) for bundles, _ in item)
 
     def keys(self, queries: int) -> int:
         """The tokens that these items read."""
-        return sum(min(first + self.bq, LENGTH) for first in range(LENGTH - queries, LENGTH, self.bq))
+        return sum(keys for item in self.items(queries) for _, keys in item)
+
+
+def cycles(tiles: list[tuple[float, int]], buffers: int, a_key: float) -> float:
+    """The cycles of a kernel with these tiles: bundles, and keys, each of which takes ``a_key`` cycles of memory."""
+    begun: list[float] = []
+    arrived = done = 0.0
+    for i, (bundles, keys) in enumerate(tiles):
+        arrived = max(arrived, begun[i - buffers + 1] if i >= buffers - 1 else 0.0) + keys * a_key
+        begun.append(max(arrived, done))
+        done = begun[-1] + bundles
+    return done
 
 
 def child(batch: Batch, generation: str) -> None:
@@ -92,16 +116,27 @@ def child(batch: Batch, generation: str) -> None:
     import jax.numpy as jnp
 
     from attnops import OperationMetadata, OperationRegistry
-    from attnops.kernels import FlashCall
     from attnops.masks import Causal
     from attnops_caches import Cache, PagedCache, Quantized, Rows
-    from attnops_tpu.caches.attention import make_plan
-    from attnops_tpu.caches.tile_sizes import Heads, packed_queries_a_tile
+    from attnops_tpu.caches import attention
+    from attnops_tpu.caches.mixed import MixedPlan
     from attnops_tpu.collectives import KERNEL as CALL
     from attnops_tpu.collectives import scheduled
-    from attnops_tpu.generations import GENERATIONS, target
+    from attnops_tpu.generations import target
     from attnops_tpu.memory import outside_bytes
 
+    plans: list[dict[str, float]] = []
+
+    def told(run: Any) -> Any:
+        def call(plan: Any, *given: Any) -> Any:
+            for x in plan if isinstance(plan, MixedPlan) else (plan,):
+                plans.append({"bq": x.bq, "bk": x.bk, "chunk": x.masked_chunk, "buffers": x.buffers,
+                              "pieces": x.units / x.piece})  # fmt: skip
+            return run(plan, *given)
+
+        return call
+
+    attention._run, attention.run_mixed = told(attention._run), told(attention.run_mixed)
     rows, N = batch.decoding + 1, batch.decoding + batch.queries
     slots = max(SLOTS // rows, 2 * LENGTH)
     cache = jax.eval_shape(
@@ -132,45 +167,51 @@ def child(batch: Batch, generation: str) -> None:
     query, key, starts = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (query, key, cache, starts))
     with target(generation):
-        lowered, of_attend = (jax.jit(f, donate_argnums=donated).trace(*placed).lower(lowering_platforms=("tpu",))
-                              for f, donated in ((call, 2), (attend, ())))  # fmt: skip
-    _, program = scheduled(lowered, generation)
+        of_attend = jax.jit(attend).trace(*placed).lower(lowering_platforms=("tpu",))
+        plans.clear()
+        lowered = jax.jit(call, donate_argnums=2).trace(*placed).lower(lowering_platforms=("tpu",))
+    compiled, program = scheduled(lowered, generation)
     # A loop that writes a cache where it is counts as if it moved all of it.
     outside = outside_bytes(scheduled(of_attend, generation)[1]) if batch.decoding else 0
-    tiles: tuple[int | None, ...] = (batch.queries,)
-    if batch.decoding:
-        heads = Heads(HEADS, KV_HEADS, True, False)
-        tiles = packed_queries_a_tile(GENERATIONS[generation], None, N, rows, heads)
-    plans = []
-    keys = jax.ShapeDtypeStruct((rows, slots, KV_HEADS, HEAD_DIM), jnp.bfloat16)
-    for bq in tiles:
-        if bq is not None:
-            of_tile = jax.ShapeDtypeStruct((1, bq, HEADS, HEAD_DIM), jnp.bfloat16)
-            with target(generation):
-                plan = make_plan(FlashCall(metadata, of_tile, keys, keys), cache, False, bool(batch.decoding))
-            plans.append({"bq": plan.bq, "bk": plan.bk, "chunk": plan.masked_chunk, "pieces": plan.units / plan.piece})
     names = re.findall(rf"%({KERNEL}[\w.\-]*) = [^\n]*" + re.escape(CALL), program)
-    assert len(names) == len(plans), names
-    print(json.dumps({"kernels": dict(zip(names, plans, strict=True)), "outside": outside}))
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    print(json.dumps({"names": names, "plans": plans, "outside": outside, "temporaries": temporaries}))
 
 
-def measured(batch: Batch, generation: str) -> tuple[list[Parts], float]:
-    """The kernels of a call, the one for small tiles first, and the bytes that its program moves outside of them."""
+def measured(batch: Batch, generation: str) -> tuple[list[list[Parts]], dict[str, Any]]:
+    """The items of each kernel of a call, the small ones first, and what `child` prints."""
     command = [str(Path(__file__).resolve()), "child", json.dumps(batch), generation]
-    told: dict[str, Any] = run(command) if batch.decoding else {"kernels": {f"{KERNEL}.1": None}}
+    told: dict[str, Any] = run(command) if batch.decoding else {"names": [f"{KERNEL}.1"]}
     result = []
-    for name in told["kernels"]:
+    for number, name in enumerate(told["names"]):
         schedule, printed = measure(command, KERNEL, name)
         told = json.loads(printed.strip().splitlines()[-1])
-        plan = told["kernels"][name]
-        plain, masked, around = loop(schedule, plan["pieces"])
-        result.append(Parts(plan["bq"], plan["bk"], plan["chunk"], plain, masked, around))
-    return result, told["outside"]
+        together = len(told["plans"]) > len(told["names"])
+        plans, bodies = told["plans"], kinds(schedule)
+        if not together:
+            plans, bodies = [plans[number]], [schedule]
+        step = schedule.regions.step if together else 0
+        result.append([
+            Parts(plan["bq"], plan["bk"], plan["chunk"], plan["buffers"], plain, masked, around + step)
+            for plan, body in zip(plans, bodies, strict=True)
+            for plain, masked, around in [loop(body, plan["pieces"])]
+        ])  # fmt: skip
+    return result, told
+
+
+def kinds(schedule: Schedule) -> list[Schedule]:
+    """The schedules of small and of large items, which are branches of one kernel."""
+    spans = [x for x in schedule.spans if x.depth == 1]
+    longest = sorted(sorted(outermost(spans), key=lambda x: x.start - x.stop)[:2])
+    return [
+        dataclasses.replace(schedule, spans=tuple(x for x in schedule.spans if y.start <= x.start and x.stop <= y.stop))
+        for y in longest
+    ]
 
 
 def prefill(batch: Batch, generation: str) -> dict[str, Any]:
     """A line of the table of prompts."""
-    ((parts,), _) = measured(batch, generation)
+    (((parts,),), _) = measured(batch, generation)
     visible = batch.queries * (LENGTH - batch.queries) + batch.queries * (batch.queries + 1) / 2
     return {
         "TPU": generation, **batch._asdict(), "tile": f"{parts.bq} × {parts.bk}",
@@ -181,18 +222,26 @@ def prefill(batch: Batch, generation: str) -> dict[str, Any]:
 
 def mixed(batch: Batch, generation: str) -> dict[str, Any]:
     """A line of the table of mixed batches, in thousands of bundles or cycles."""
-    kernels, outside = measured(batch, generation)
-    a_token = (1 if batch.codec else 2) * 2 * KV_HEADS * HEAD_DIM / BYTES[generation]
-    rows = [(batch.decoding, 1), (1, batch.queries)]
-    by_kernel = [[row] for row in rows] if len(kernels) > 1 else [rows]
-    bundles = [sum(n * x.bundles(q) for n, q in given) for x, given in zip(kernels, by_kernel, strict=True)]
-    memory = [sum(n * x.keys(q) * a_token for n, q in given) for x, given in zip(kernels, by_kernel, strict=True)]
-    with_memory = sum(max(each) for each in zip(bundles, memory, strict=True))
+    kernels, told = measured(batch, generation)
+    a_key = (1 if batch.codec else 2) * 2 * KV_HEADS * HEAD_DIM / BYTES[generation]
+    small, large = (parts for kernel in kernels for parts in kernel)
+    by_kind = small.items(1) * batch.decoding, large.items(batch.queries)
+    orders = [by_kind[0], by_kind[1]] if len(kernels) > 1 else [evenly(*by_kind)]
+    tiles = [[tile for item in order for tile in item] for order in orders]
+    with_memory = sum(cycles(each, kernel[0].buffers, a_key) for each, kernel in zip(tiles, kernels, strict=True))
+    bundles, keys = (sum(tile[i] for each in tiles for tile in each) for i in range(2))
     return {
-        "TPU": generation, **batch._asdict(), "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in kernels),
-        "bundles": sum(bundles) / 1e3, "memory": sum(memory) / 1e3, "outside": outside / BYTES[generation] / 1e3,
-        "with memory": with_memory / 1e3,
+        "TPU": generation, **batch._asdict(), "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in (small, large)),
+        "bundles": bundles / 1e3, "memory": keys * a_key / 1e3, "with memory": with_memory / 1e3,
+        "outside": told["outside"] / BYTES[generation] / 1e3, "temporaries MB": told["temporaries"] / 1e6,
     }  # fmt: skip
+
+
+def evenly(small: list[Any], large: list[Any]) -> list[Any]:
+    """Items in the order of one kernel: large ones evenly among small ones."""
+    apart = len(small) / len(large)
+    at = [*((float(i), x) for i, x in enumerate(small)), *((i * apart - 0.5, x) for i, x in enumerate(large))]
+    return [x for _, x in sorted(at, key=lambda x: x[0])]
 
 
 def main(

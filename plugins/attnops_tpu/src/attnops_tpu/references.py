@@ -51,6 +51,8 @@ class Output:
     # The array in whose place it is written, which it equals where the kernel writes nothing; None for none. The kernel
     # has one reference for both.
     over: jax.Array | None = None
+    # The input whose memory it takes, each block that of an input's block that no later step reads; None for none.
+    instead: Input | None = None
 
 
 ANY: Final = pl.BlockSpec(memory_space=pl.ANY)
@@ -104,6 +106,9 @@ def call_kernel(
         input_output_aliases={
             len(scalars) + i: places["outputs"].index(place)
             for i, place in enumerate(places["inputs"]) if place in places["outputs"]
+        } | {
+            len(scalars) + i: j
+            for i, x in enumerate(inputs) for j, y in enumerate(outputs) if x is y.instead
         },
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),

@@ -14,7 +14,7 @@ import pytest
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
 from attnops.masks import Causal, Chunked, KeyPadding, Lengths, Mask, MaskFn, SlidingWindow
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache, in_place_reasons
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache, in_place_reasons, sharded
 from attnops_tpu.caches import transposed
 from attnops_tpu.generations import target
 

@@ -190,7 +190,8 @@ def measured(batch: Batch, generation: str) -> tuple[list[list[Parts]], dict[str
         plans, bodies = told["plans"], kinds(schedule)
         if not together:
             plans, bodies = [plans[number]], [schedule]
-        step = schedule.regions.step if together else 0
+        step = sum(map(bool, schedule.depths)) if together else 0
+        step -= sum(max(x.stop - x.start for x in body.spans if x.depth == 1) for body in bodies) if together else 0
         result.append([
             Parts(plan["bq"], plan["bk"], plan["chunk"], plan["buffers"], plain, masked, around + step)
             for plan, body in zip(plans, bodies, strict=True)
@@ -201,7 +202,8 @@ def measured(batch: Batch, generation: str) -> tuple[list[list[Parts]], dict[str
 
 def kinds(schedule: Schedule) -> list[Schedule]:
     """The schedules of small and of large items, which are branches of one kernel."""
-    spans = [x for x in schedule.spans if x.depth == 1]
+    # The outermost is the whole grid step.
+    spans = [x for x in schedule.spans if x.depth == 1 and x.stop - x.start < 0.95 * schedule.bundles]
     longest = sorted(sorted(outermost(spans), key=lambda x: x.start - x.stop)[:2])
     return [
         dataclasses.replace(schedule, spans=tuple(x for x in schedule.spans if y.start <= x.start and x.stop <= y.stop))

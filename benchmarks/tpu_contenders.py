@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import tpu_flywheel
 
 from attnops_tpu.aot import devices
 from attnops_tpu.collectives import KERNEL, scheduled
@@ -21,8 +22,11 @@ from attnops_tpu.schedule import Regions
 HEADS: Final = 8
 SPLASH: Final = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
 TOKAMAX: Final = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention"
-# Options of tokamax: the compiler's other scheduler (forward), and dq reduced in three parts (backward).
+# Options of tokamax: the compiler's other scheduler (forward), parts of a causal mask's diagonal left out (forward),
+# and dq reduced in three parts (backward). After the scheduler may be the layouts of queries, keys and values: h if the
+# head dim is in the lanes, s if tokens are.
 SCHEDULER: Final = "experimental scheduler"
+DIAGONAL: Final = "diag_skip, diag_grid=4"
 REDUCTION: Final = "dq_reduction_steps=3"
 # Sequences per call; 1 for other masks.
 BATCH: Final = {"packed": 32}
@@ -40,7 +44,8 @@ class KernelJob(NamedTuple):
         mask: causal, full, window, wide window, documents, packed or blocks.
         T: tokens.
         head_dim: the head dim of queries, keys and values.
-        blocks: block sizes, (queries, keys, keys at a time); empty for the library's own choice.
+        blocks: block sizes, (queries, keys, keys at a time), of flywheel (queries, keys, queries at a time, keys at a
+            time); empty for the library's own choice.
         option: an option of tokamax; empty for none.
     """
 
@@ -124,17 +129,34 @@ def splash(job: KernelJob) -> Callable[..., Any]:
 def tokamax(job: KernelJob) -> Callable[..., Any]:
     kernels, masks = (importlib.import_module(f"{TOKAMAX}_{part}") for part in ("kernel", "mask"))
     q, k, compute = job.blocks
+    layouts = re.search(r" ([hs]{3})$", job.option)
+    minor = {"h": kernels.QKVLayout.HEAD_DIM_MINOR, "s": kernels.QKVLayout.SEQ_MINOR}
+    of_q, of_k, of_v = (minor[letter] for letter in (layouts[1] if layouts else "hhh"))
     config = kernels.SplashConfig(
         block_q=q, block_kv=k, block_kv_compute=compute, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=compute,
-        use_experimental_scheduler=job.option == SCHEDULER, dq_reduction_steps=3 if job.option == REDUCTION else None,
+        q_layout=of_q, k_layout=of_k, v_layout=of_v,
+        use_experimental_scheduler=job.option.startswith(SCHEDULER),
+        dq_reduction_steps=3 if job.option == REDUCTION else None,
+        qk_diag_skip=job.option == DIAGONAL, sv_diag_skip=job.option == DIAGONAL, qk_diag_grid=4,
     )  # fmt: skip
     return _by_head(kernels.make_splash_mha_single_device(_peer_mask(masks, job), config=config), job.head_dim)
+
+
+def flywheel(job: KernelJob) -> Callable[..., Any]:
+    tpu_flywheel.pretend(job.generation)
+    return tpu_flywheel.function(job.blocks, job.mask, HEADS, job.T, job.head_dim, job.backward)
 
 
 CONTENDERS: Final[dict[str, Callable[[KernelJob], Callable[..., Any]]]] = {
     "attnops-tpu": attnops,
     "splash": splash,
     "tokamax": tokamax,
+    "flywheel": flywheel,
+}
+# A part of the name of a contender's kernel, forward and backward.
+KERNELS: Final = {
+    "attnops-tpu": ("attnops_flash_forward", "attnops_flash_backward"),
+    "flywheel": ("flash_attn_mha", "flash_attn_bwd"),
 }
 
 
@@ -163,6 +185,15 @@ def counts(mask: str, T: int, block_q: int, block_k: int, by_key: bool) -> TileC
     return TileCounts(
         int(active.sum()), int((coverage == Coverage.FULL).sum()), len(coverage), int(active.sum(axis=1).max())
     )
+
+
+def pairs(mask: str, T: int) -> float:
+    """The scores of a head that the mask shows."""
+    if mask == "full":
+        return float(T * T)
+    seen = {"documents": tpu_flywheel.DOCUMENT, "window": 1024, "wide window": 4096}.get(mask, T)
+    triangle = seen * (seen + 1) / 2
+    return T / seen * triangle if mask == "documents" else triangle + (T - seen) * seen
 
 
 def own_trips(job: KernelJob) -> list[tuple[float, float, Trips]]:
@@ -303,9 +334,7 @@ def child(job: KernelJob) -> None:
         lowered = traced(job, place).lower(lowering_platforms=("tpu",))
     compiled, program = scheduled(lowered, job.generation)
     names = re.findall(r"%([\w.\-]+) = [^\n]*" + re.escape(KERNEL), program)
-    part = {("attnops-tpu", False): "attnops_flash_forward", ("attnops-tpu", True): "attnops_flash_backward"}.get(
-        (job.name, job.backward), "dkv" if job.backward else "fwd"
-    )
+    part = KERNELS.get(job.name, ("fwd", "dkv"))[job.backward]
     matching = [name for name in names if part in name]
     if not matching:
         raise LookupError(f"{job.name} has no kernel named like {part}, but {names}: its kernels were renamed")

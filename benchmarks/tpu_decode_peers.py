@@ -1,6 +1,8 @@
 """Kernels of other libraries over paged caches, whose bundles `tpu_decode.py` counts too:
 
 - ``paged_attention`` and ``ragged_paged_attention`` of JAX;
+- flywheel-tpu's ``flash_attn_with_kvcache``, which takes pages of 128 and chooses its blocks;
+- tokamax's ``batched_rpa``, whose step has the tokens of several rows;
 - ``ragged_paged_attention`` v3 of tpu-inference, of which only the kernels are imported: ``pip install --no-deps
   tpu-inference``. Its kernel for head dim 64 calls functions that the newest JAX no longer has; its other one pads to
   128.
@@ -21,6 +23,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from tpu_flywheel import pretend as _pretend
+
 from attnops_tpu.aot import compile_for
 from attnops_tpu.schedule import Schedule, measure
 
@@ -29,6 +33,8 @@ ROWS: Final = 8
 SLOTS: Final = 1 << 14
 # Tokens per block times kv heads: the values that are tried. tpu-inference itself uses 32,768.
 SIZES: Final = 4096, 16384, 32768
+# Tokens of flywheel's blocks, and rows of a step of batched_rpa, as it chooses for 8 rows.
+FLYWHEEL, BATCHED = 1024, 4
 # Errors by which a kernel refuses a dtype, or the compiler a block size. Others stop the run: an interface has changed.
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "xceeded", "Ran out of memory", "Register allocation failed",
                    "Expected kv quantization", "to be a floating point", "Not implemented", "not supported",
@@ -77,7 +83,7 @@ def sizes(case: PeerCase) -> Iterator[int]:
             yield tokens
 
 
-def _arrays(case: PeerCase) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def arrays() -> tuple[Callable[..., Any], Callable[..., Any]]:
     import jax
     import jax.numpy as jnp
 
@@ -92,7 +98,7 @@ def _jax_ragged(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[
 
     _pretend(generation)
     page, K, G, D, dtype = case
-    floats, ints = _arrays(case)
+    floats, ints = arrays()
     scale = None if dtype == "bfloat16" else 1.0
 
     def run(q: Any, pages: Any, lengths: Any, table: Any, starts: Any, rows: Any) -> Any:
@@ -111,7 +117,7 @@ def _jax_paged(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[.
 
     _pretend(generation)
     page, K, G, D, dtype = case
-    floats, ints = _arrays(case)
+    floats, ints = arrays()
 
     def run(q: Any, k: Any, v: Any, lengths: Any, table: Any) -> Any:
         return paged_attention(q, k, v, lengths, table, pages_per_compute_block=tokens // page)
@@ -123,19 +129,8 @@ def _jax_paged(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[.
 
 def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     page, K, G, D, dtype = case
-    # The package's own initialisation needs vLLM.
-    spec = importlib.util.find_spec("tpu_inference")
-    if spec is None or spec.submodule_search_locations is None:
-        raise ImportError("pip install --no-deps tpu-inference")
-    package, logger = (types.ModuleType(f"tpu_inference{each}") for each in ("", ".logger"))
-    package.__path__ = list(spec.submodule_search_locations)
-    logger.init_logger = logging.getLogger  # type: ignore[attr-defined]
-    sys.modules |= {module.__name__: module for module in (package, logger)}
-    module = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
-    version = {"v5e": 5, "v5p": 5, "v6e": 6, "tpu7x": 7}[generation]
-    module.get_tpu_version = lambda: version  # type: ignore[attr-defined]  # it asks the device
-    _pretend(generation)
-    floats, ints = _arrays(case)
+    module = rpa_v3_module(generation)
+    floats, ints = arrays()
     scale = None if dtype == "bfloat16" else 1.0
 
     def run(q: Any, k: Any, v: Any, pages: Any, lengths: Any, table: Any, starts: Any, distribution: Any) -> Any:
@@ -150,8 +145,59 @@ def _rpa_v3(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[...,
     return run, (floats(ROWS, K * G, D), new, new, pages, ints(ROWS), ints(ROWS * M), ints(ROWS + 1), ints(3))
 
 
+def rpa_v3_module(generation: str) -> Any:
+    """The module of RPA v3, made for a generation."""
+    # The package's own initialisation needs vLLM.
+    spec = importlib.util.find_spec("tpu_inference")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ImportError("pip install --no-deps tpu-inference")
+    package, logger = (types.ModuleType(f"tpu_inference{each}") for each in ("", ".logger"))
+    package.__path__ = list(spec.submodule_search_locations)
+    logger.init_logger = logging.getLogger  # type: ignore[attr-defined]
+    sys.modules |= {module.__name__: module for module in (package, logger)}
+    module = importlib.import_module("tpu_inference.kernels.ragged_paged_attention.v3.kernel")
+    version = {"v5e": 5, "v5p": 5, "v6e": 6, "tpu7x": 7}[generation]
+    module.get_tpu_version = lambda: version  # type: ignore[attr-defined]  # it asks the device
+    _pretend(generation)
+    return module
+
+
+def _flywheel(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    _pretend(generation)
+    from flywheel_tpu import flash_attn_with_kvcache
+
+    page, K, G, D, _ = case
+    floats, ints = arrays()
+
+    def run(q: Any, k: Any, v: Any, pages: Any, lengths: Any, table: Any) -> Any:
+        return flash_attn_with_kvcache(q, pages, None, k, v, cache_seqlens=lengths, block_table=table, causal=True)
+
+    M = SLOTS // page
+    new = floats(ROWS, 1, K, D)
+    return run, (floats(ROWS, 1, K * G, D), new, new, floats(ROWS * M, page, 2 * K, D), ints(ROWS), ints(ROWS, M))
+
+
+def _batched(case: PeerCase, generation: str, tokens: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    _pretend(generation)
+    from tokamax._src.ops.batched_rpa.kernel import configs, wrapper
+
+    page, K, G, D, dtype = case
+    floats, ints = arrays()
+    sizes = configs.BlockSizes(bq_sz=1, bq_c_sz=1, bkv_sz=tokens, batch_size=BATCHED, n_buffer=3)
+
+    def run(*args: Any) -> Any:
+        return wrapper.ragged_paged_attention(*args, sm_scale=D**-0.5, decode_block_sizes=sizes)
+
+    M = SLOTS // page
+    new = floats(ROWS, K, D, dtype=dtype)
+    pages = floats(ROWS * M, page, 2 * K, D, dtype=dtype)
+    return run, (floats(ROWS, K * G, D), new, new, pages, ints(ROWS), ints(ROWS * M), ints(ROWS + 1), ints(3))
+
+
 PEERS: Final = {
     "RPA v3": DecodePeer("RPAd", True, _rpa_v3),
+    "flywheel": DecodePeer("flash_attn_with_kvcache", True, _flywheel),
+    "batched_rpa": DecodePeer("RPAd", True, _batched),
     "jax ragged": DecodePeer("ragged_paged_attention", True, _jax_ragged),
     "jax paged": DecodePeer("paged_attention", False, _jax_paged),
 }
@@ -162,7 +208,7 @@ def bundles_a_byte(name: str, case: PeerCase, generation: str) -> float | None:
     import jax.numpy as jnp
 
     peer, ratios = PEERS[name], []
-    for tokens in sizes(case):
+    for tokens in [FLYWHEEL] if name == "flywheel" else sizes(case):
         command = [str(Path(__file__).resolve()), json.dumps([name, case, generation, tokens])]
         try:
             schedule, _ = measure(command, peer.kernel)
@@ -170,7 +216,7 @@ def bundles_a_byte(name: str, case: PeerCase, generation: str) -> float | None:
             if not any(refusal in str(error) for refusal in REFUSALS):
                 raise
             continue
-        heads = case.kv_heads if peer.has_all_heads else 1
+        heads = case.kv_heads * (BATCHED if name == "batched_rpa" else 1) if peer.has_all_heads else 1
         ratios.append(peer_loop(schedule) / (tokens * heads * 2 * case.head_dim * jnp.dtype(case.dtype).itemsize))
     return min(ratios, default=None)
 
@@ -191,15 +237,6 @@ def peer_loop(schedule: Schedule) -> int:
 
 def _vmem(generation: str) -> int:
     return {"v5e": 100 << 20, "v5p": 50 << 20, "v6e": 100 << 20, "tpu7x": 50 << 20}[generation]
-
-
-def _pretend(generation: str) -> None:
-    """Make Pallas, which asks the device for its generation, get this one."""
-    from jax._src.pallas.mosaic import tpu_info
-
-    chips = tpu_info.ChipVersion
-    chip = {"v5e": chips.TPU_V5E, "v5p": chips.TPU_V5P, "v6e": chips.TPU_V6E, "tpu7x": chips.TPU_7X}[generation]
-    tpu_info.registry["cpu"] = lambda: tpu_info._get_tpu_info_impl(chip, 1)
 
 
 if __name__ == "__main__":

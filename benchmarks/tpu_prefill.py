@@ -1,19 +1,23 @@
 """The static schedule of the TPU kernel over caches for prompts and for mixed batches, without a TPU, over pages::
 
     python benchmarks/tpu_prefill.py                                   # bundles for 512 × 512 scores
+    python benchmarks/tpu_prefill.py --page 128 --length 8192 --peers  # other libraries' kernels too
     python benchmarks/tpu_prefill.py --generation v6e --page 128 --queries 512 --codec int8
     python benchmarks/tpu_prefill.py --mixed                           # whole batches
 
 Bundles are counted as in `tpu_decode.py`: "bundles" is the loop over unmasked tiles of keys, with the issue of
-transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of 4,096 tokens, with its
-masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read.
+transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of ``--length`` tokens,
+with its masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read; "of
+peak" the products of visible scores as a share of the published peak.
 
 A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
 as many tokens, or of its own, new tokens included. Its kernels are added up item by item. "with memory" simulates the
 transfers of keys and values: they follow one another, that of a tile starts when the tile that is ``buffers - 1``
 before it is computed, and a tile is computed when it has arrived; what is not simulated is the latency of memory.
-"outside" are the cycles of what the program moves outside of the kernels, such as gathered queries, without the writes
-of a prompt's tokens. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
+Peers decode and prefill in two kernels, of `tpu_decode_peers` and `tpu_prefill_peers`, each of which has the larger of
+its bundles and of the cycles that its keys and values need. "outside" are the cycles of what the program moves outside
+of the kernels, such as gathered queries, without the writes of a prompt's tokens. Needs Linux on x86 and ``pip install
+attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from tpu_decode import BYTES, KERNEL, loop, outermost, print_lines
-from tpu_kernels import run
+from tpu_decode_peers import PeerCase, bundles_a_byte
+from tpu_kernels import PEAK, run
+from tpu_prefill_peers import PEERS, Prompt, Tile, prompt
 
 from attnops_tpu.aot import devices
 from attnops_tpu.schedule import Schedule, measure
@@ -76,10 +83,9 @@ class Parts(NamedTuple):
     masked: float
     outside: float
 
-    def items(self, queries: int) -> list[list[tuple[float, int]]]:
-        """The tiles of each item of a row with so many queries at the end of its tokens: bundles, and keys."""
+    def items(self, queries: int, length: int = LENGTH) -> list[list[tuple[float, int]]]:
+        """The tiles of each item of a row with so many queries at the end of so many tokens: bundles, and keys."""
         result = []
-        length = max(LENGTH, queries)
         for first in range(length - queries, length, self.bq):
             last = min(first + self.bq, length)
             full = (first + 1) // self.bk
@@ -90,13 +96,13 @@ class Parts(NamedTuple):
             result.append([(tiles[0][0] + self.outside, tiles[0][1]), *tiles[1:]])
         return result
 
-    def bundles(self, queries: int) -> float:
+    def bundles(self, queries: int, length: int = LENGTH) -> float:
         """The bundles of these items."""
-        return sum(bundles for item in self.items(queries) for bundles, _ in item)
+        return sum(bundles for item in self.items(queries, length) for bundles, _ in item)
 
-    def keys(self, queries: int) -> int:
+    def keys(self, queries: int, length: int = LENGTH) -> int:
         """The tokens that these items read."""
-        return sum(keys for item in self.items(queries) for _, keys in item)
+        return sum(keys for item in self.items(queries, length) for _, keys in item)
 
 
 def cycles(tiles: list[tuple[float, int]], buffers: int, a_key: float) -> float:
@@ -211,32 +217,54 @@ def kinds(schedule: Schedule) -> list[Schedule]:
     ]
 
 
-def prefill(batch: Batch, generation: str) -> dict[str, Any]:
-    """A line of the table of prompts."""
+def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool) -> Iterator[dict[str, Any]]:
+    """Lines of the table of prompts."""
     (((parts,),), _) = measured(batch, generation)
-    visible = batch.queries * (LENGTH - batch.queries) + batch.queries * (batch.queries + 1) / 2
-    return {
-        "TPU": generation, **batch._asdict(), "tile": f"{parts.bq} × {parts.bk}",
-        "bundles": parts.plain * 512**2 / (HEADS * parts.bq * parts.bk),
-        "whole": parts.bundles(batch.queries) * 512**2 / (HEADS * visible), "reads": parts.keys(batch.queries) / LENGTH,
-    }  # fmt: skip
+    n = batch.queries
+    for length in (x for x in lengths if x >= n):
+        tile = Tile(parts.bq, parts.bk, parts.chunk)
+        steady = parts.plain * 512**2 / (HEADS * parts.bq * parts.bk)
+        kernels = {"attnops-tpu": Prompt(tile, parts.bundles(n, length), parts.keys(n, length), steady)}
+        if with_peers and not batch.codec:
+            kernels |= {name: prompt(name, generation, n, length) for name in PEERS}
+        visible = HEADS * (n * (length - n) + n * (n + 1) / 2)
+        for name, x in kernels.items():
+            yield {
+                "TPU": generation, **batch._asdict(), "length": length, "kernel": name,
+                "tile": f"{x.tile.bq} × {x.tile.bk}", "bundles": x.steady, "whole": x.bundles * 512**2 / visible,
+                "of peak": 4 * HEAD_DIM * visible / x.bundles / PEAK[generation], "reads": x.reads / length,
+                "ours": kernels["attnops-tpu"].bundles / x.bundles,
+            }  # fmt: skip
 
 
-def mixed(batch: Batch, generation: str) -> dict[str, Any]:
-    """A line of the table of mixed batches, in thousands of bundles or cycles."""
+def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str, Any]]:
+    """Lines of the table of mixed batches, in thousands of bundles or cycles."""
     kernels, told = measured(batch, generation)
     a_key = (1 if batch.codec else 2) * 2 * KV_HEADS * HEAD_DIM / BYTES[generation]
+    length = max(LENGTH, batch.queries)
     small, large = (parts for kernel in kernels for parts in kernel)
-    by_kind = small.items(1) * batch.decoding, large.items(batch.queries)
+    by_kind = small.items(1) * batch.decoding, large.items(batch.queries, length)
     orders = [by_kind[0], by_kind[1]] if len(kernels) > 1 else [evenly(*by_kind)]
     tiles = [[tile for item in order for tile in item] for order in orders]
-    with_memory = sum(cycles(each, kernel[0].buffers, a_key) for each, kernel in zip(tiles, kernels, strict=True))
     bundles, keys = (sum(tile[i] for each in tiles for tile in each) for i in range(2))
-    return {
-        "TPU": generation, **batch._asdict(), "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in (small, large)),
-        "bundles": bundles / 1e3, "memory": keys * a_key / 1e3, "with memory": with_memory / 1e3,
-        "outside": told["outside"] / BYTES[generation] / 1e3, "temporaries MB": told["temporaries"] / 1e6,
-    }  # fmt: skip
+    batches = [("attnops-tpu", ", ".join(f"{x.bq} × {x.bk}" for x in (small, large)), bundles, keys * a_key,
+                sum(cycles(each, kernel[0].buffers, a_key) for each, kernel in zip(tiles, kernels, strict=True)),
+                told["outside"] / BYTES[generation], told["temporaries"])]  # fmt: skip
+    for name in PEERS if with_peers else ():
+        case = PeerCase(batch.page, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, "bfloat16")
+        of_prompt = prompt(name, generation, batch.queries, length)
+        a_cycle = (bundles_a_byte(name, case, generation) or float("nan")) * BYTES[generation]
+        memory = [batch.decoding * LENGTH * a_key, of_prompt.reads * a_key]
+        of_kernels = [memory[0] * a_cycle, of_prompt.bundles]
+        batches.append((name, f"{of_prompt.tile.bq} × {of_prompt.tile.bk}", sum(of_kernels), sum(memory),
+                        sum(map(max, of_kernels, memory)), float("nan"), float("nan")))  # fmt: skip
+    for name, tile, *thousands, temporaries in batches:
+        names = "bundles", "memory", "with memory", "outside"
+        yield {
+            "TPU": generation, **batch._asdict(), "kernel": name, "tiles": tile,
+            **{key: x / 1e3 for key, x in zip(names, thousands, strict=True)},
+            "temporaries MB": temporaries / 1e6, "ours": batches[0][4] / thousands[2],
+        }  # fmt: skip
 
 
 def evenly(small: list[Any], large: list[Any]) -> list[Any]:
@@ -249,16 +277,20 @@ def evenly(small: list[Any], large: list[Any]) -> list[Any]:
 def main(
     generation: Annotated[list[str], typer.Option()] = ["v6e", "tpu7x"],  # noqa: B006
     page: Annotated[list[int], typer.Option()] = [16, 64, 128, 256],  # noqa: B006
-    queries: Annotated[list[int], typer.Option()] = [512, 2048],  # noqa: B006
+    queries: Annotated[list[int], typer.Option(help="512 and 2,048, and all mixed batches.")] = [],  # noqa: B006
+    length: Annotated[list[int], typer.Option(help="Tokens at whose end the prompt is.")] = [LENGTH],  # noqa: B006
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
     is_mixed: Annotated[bool, typer.Option("--mixed", help="Mixed batches, in pages of 128.")] = False,
+    with_peers: Annotated[bool, typer.Option("--peers", help="Other libraries' kernels too, in pages of 128.")] = False,
 ) -> None:  # fmt: skip
     """Print bundles of prompts, or of mixed batches."""
     if is_mixed:
-        print_lines([mixed(Batch(128, q, n), each) for each in generation for n, q in MIXED])
+        batches = [mixed(Batch(128, q, n), each, with_peers) for each in generation for n, q in MIXED
+                   if not queries or q in queries]  # fmt: skip
     else:
-        print_lines([prefill(Batch(p, q, codec=c), each) for each in generation for c in codec for q in queries
-                     for p in page])  # fmt: skip
+        batches = [prefill(Batch(p, q, codec=c), each, length, with_peers) for each in generation for c in codec
+                   for q in queries or [512, 2048] for p in page]  # fmt: skip
+    print_lines([line for lines in batches for line in lines])
 
 
 if __name__ == "__main__":

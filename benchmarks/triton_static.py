@@ -12,7 +12,8 @@ whose warps wait for products together, it is tensor / (tensor + max(the other t
 kernel that adds dq (`attnops_triton.flash.order.unordered`), the kernels of other architectures, and FlashAttention-3's
 tiles; for sm_100 the kernels of other architectures, and FlashAttention-4's tiles. FlashAttention's kernels are not
 compiled: their cycles are computed from the published products and exponentials per tile. ``ctas`` is the number of
-multiprocessors that share operands.
+multiprocessors that share operands. ``once`` is the number of instructions outside of innermost loops, of all
+partitions together: an upper bound of those that a program needs besides its tiles.
 
 Needs ``pip install attnops-triton rich typer``. A kernel takes about a second. Use `attnops_triton.aot` for the figures
 of other programs.
@@ -42,12 +43,12 @@ from rich.table import Table
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Blocks, Causal
-from attnops_triton.aot import compile_for, kernels
+from attnops_triton.aot import Binary, compile_for, innermost_loops, kernels
 from attnops_triton.flash import tile_sizes
 from attnops_triton.flash.order import unordered
 from attnops_triton.flash.plan import TileSizes
 from attnops_triton.language.build import build
-from attnops_triton.targets import SHARED_MEMORY
+from attnops_triton.targets import SHARED_MEMORY, is_amd
 
 HEAD_DIMS = ("64", "80", "96", "128", "192/128", "256", "576/512")
 # The instructions of the step over one tile that are shown.
@@ -58,6 +59,8 @@ MASKS = {"causal": Causal(), "none": None, "blocks": Blocks(np.arange(8)[None, N
 # Per cycle and multiprocessor: multiplications of 16-bit matrices; special functions; instructions.
 MULTIPLICATIONS = {"sm_80": 1024, "sm_90": 2048, "sm_100": 4096}
 SPECIAL, ISSUED = 16, 4
+# Cycles for each cycle of issue that are not hidden by products, on an H200: fitted by `triton_time.py`.
+WAITS = 1.39
 # The products per score, as multiples of D and of Dv.
 PRODUCTS = {"forward": (1, 1), "backward_query": (2, 1), "backward_key": (2, 2), "backward": (3, 2)}
 # FlashAttention-3's tiles (queries, keys) by head dim: of the forward pass without a mask and causal
@@ -74,8 +77,18 @@ FLASH_ATTENTION_4 = {64: ((256, 128, 10, 1, 16), (256, 128, 10, 1, 16)),
 FLASH_ATTENTION_4_BACKWARD = {64: ((128, 128, 2, 1, 0),) * 2, 128: ((128, 128, 1, 2, 0),) * 2}
 
 
+def once(arch: str, compiled: Binary) -> int:
+    """The instructions outside of innermost loops; 0 on AMD."""
+    if is_amd(arch):
+        return 0
+    lines = [line for loop in innermost_loops(compiled.code) for line in loop]
+    return sum(compiled.instructions.values()) - sum(" ;" in line for line in lines)
+
+
 def cycles(arch: str, head_dim: str, dtype: str, launched: Any, compiled: Any) -> dict[str, float]:
-    """The cycles of 128 × 128 scores, and an upper bound of the use of the tensor cores."""
+    """The cycles of 128 × 128 scores, and an upper bound of the use of the tensor cores; for Hopper's kernels ``time``
+    too, the cycles that `triton_time` predicts.
+    """
     loop = compiled.loop
     if arch not in MULTIPLICATIONS or dtype == "float32":
         return {}
@@ -93,7 +106,9 @@ def cycles(arch: str, head_dim: str, dtype: str, launched: Any, compiled: Any) -
     special = number * loop["MUFU"] * 32 * warps / SPECIAL
     slower = max(issue, special)
     share = tensor / (max(tensor, slower) if tiles.specialised else tensor + slower)
-    return {"tensor": round(tensor), "issue": round(issue), "special": round(special), "share": round(share, 2)}
+    found = {"tensor": round(tensor), "issue": round(issue), "special": round(special), "share": round(share, 2)}
+    is_hopper = tiles.specialised and arch == "sm_90"
+    return found | ({"time": round(max(tensor, special) + WAITS * issue)} if is_hopper else {})
 
 
 def flash_attention(arch: str, head_dim: str, masked: bool) -> list[dict[str, Any]]:
@@ -141,6 +156,7 @@ def measure(arch: str, head_dim: str, dtype: str, mask: str) -> list[dict[str, A
             | dataclasses.asdict(launched.tiles)
             | {"registers": compiled.registers, "spilled": compiled.spilled, "shared": compiled.shared}
             | {"compile_s": seconds, "shared_limit": SHARED_MEMORY[arch], "step": sum(compiled.loop.values())}
+            | {"once": once(arch, compiled)}
             | cycles(arch, head_dim, dtype, launched, compiled)
             | {name: compiled.loop[name] for name in SHOWN}
         )

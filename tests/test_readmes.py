@@ -11,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import XLA_FLAGS
 
 import attnops
 from attnops.masks import Causal, Segments
@@ -28,14 +29,15 @@ def blocks(path: str) -> list[str]:
     ("plugin", "printed"),
     [
         ("attnops_ring", r"^$"),
+        ("attnops_linear", r"^\[96\] \(1, 1, 4, 64\)\nright T = 1 float32 jit"),
         ("attnops_tpu", r"^\d+$"),
         ("attnops_triton", r"def attnops_flash_forward[\s\S]*\n\d+ 0 \d+ Counter"),
     ],
-    ids=["ring", "tpu", "triton"],
+    ids=["ring", "linear", "tpu", "triton"],
 )
 @pytest.mark.tier(every=3)
 def test_a_plugins_example_runs(plugin: str, printed: str) -> None:
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
     block = "\n".join(blocks(f"plugins/{plugin}/README.md"))
     run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr

@@ -166,5 +166,5 @@ def test_explaining_what_is_not_attention_teaches(install: Install) -> None:
     install("acme-attention", source + "\n    def forward_native(self, x):\n        return x\n")
     q = jnp.ones((1, 3, 2, 4))
     request = OperationRegistry.create("auto").request(q, q, q)
-    with pytest.raises(ValueError, match="operation='zeta' is not attention of query, key and value"):
+    with pytest.raises(ValueError, match="operation='zeta' has computes=None, but the request is of 'attention'"):
         attnops.explain(request, "zeta")

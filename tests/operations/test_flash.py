@@ -135,7 +135,8 @@ def test_empty_tiles_are_not_read():
     """NaN in keys of empty tiles has no effect, though the mask hides no token as padding."""
     q, k, v = qkv(T=64, S=64)
     k[:, :16], v[:, :16] = np.nan, np.nan
-    out = flash(block_q=16, block_k=16)(q, k, v, mask=Causal() & SlidingWindow(15, 0)).attention_outputs
+    mask = Causal() & SlidingWindow(15, 0)
+    out = np.asarray(jax.jit(lambda *x: flash(block_q=16, block_k=16)(*x, mask=mask).attention_outputs)(q, k, v))
     assert np.isfinite(out[:, 32:]).all()
     assert np.isnan(out[:, :16]).any()
 
@@ -167,7 +168,7 @@ def test_traced_masks_equal_known_ones():
     def run(mask):
         return Problem(**problem, options={"mask": mask}).run(operation)
 
-    known = run(Causal() & Segments(ids) & KeyPadding(tokens))
+    known = jax.jit(lambda: run(Causal() & Segments(ids) & KeyPadding(tokens)))()
     traced = jax.jit(run)(Causal() & Segments(jnp.asarray(ids)) & KeyPadding(jnp.asarray(tokens)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), known, traced)
 
@@ -217,7 +218,7 @@ def test_score_fn_has_the_values_and_gradients_of_vanilla(learnt):
     operations = OperationRegistry.create("vanilla"), flash(block_q=16, block_k=16)
     argnums = (1, 2) if learnt else (1,)
     expected, actual = (
-        jax.value_and_grad(loss, argnums)(op, tuple(map(jnp.asarray, (q, k, v))), args) for op in operations
+        jax.jit(jax.value_and_grad(loss, argnums), static_argnums=0)(op, (q, k, v), args) for op in operations
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), expected, actual)
 
@@ -232,7 +233,7 @@ def test_score_fn_has_no_gradient_for_ids_next_to_what_is_learnt():
         return (operation(q, k, v, bias=bias).attention_outputs ** 2).sum()
 
     operations = OperationRegistry.create("vanilla"), flash(block_q=16, block_k=16)
-    expected, actual = (jax.grad(loss, 1)(op, jnp.ones(4)) for op in operations)
+    expected, actual = (jax.jit(jax.grad(loss, 1), static_argnums=0)(op, jnp.ones(4)) for op in operations)
     np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
@@ -296,9 +297,11 @@ def test_results_are_float32_and_those_of_vanilla_where_x64_is_on(bias):
             "alibi": ALiBi(alibi_slopes(4)),
             "score": ScoreFn(lambda s, b, h, q, kv: s + (q - kv).astype(s.dtype) / 8),
         }[bias]
-        out = flash(block_q=16, block_k=16)(q, k, v, bias=value, mask=Causal()).attention_outputs
+        out, expected = (
+            jax.jit(lambda *x, op=op: op(*x, bias=value, mask=Causal()).attention_outputs)(q, k, v)
+            for op in (flash(block_q=16, block_k=16), OperationRegistry.create("vanilla"))
+        )
         assert out.dtype == jnp.float32
-        expected = OperationRegistry.create("vanilla")(q, k, v, bias=value, mask=Causal()).attention_outputs
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -312,7 +315,7 @@ def test_a_float64_argument_of_a_function_has_a_float64_gradient_where_x64_is_on
             return (operation(q, k, v, bias=bias).attention_outputs ** 2).sum()
 
         actual, expected = (
-            jax.grad(loss, 1)(op, jnp.float64(0.1))
+            jax.jit(jax.grad(loss, 1), static_argnums=0)(op, jnp.float64(0.1))
             for op in (flash(block_q=16, block_k=16), OperationRegistry.create("vanilla"))
         )
         assert actual.dtype == jnp.float64

@@ -23,13 +23,16 @@ def assert_same(ours: Callable[..., Any], theirs: Callable[..., Any], *arrays: A
     """
 
     def run(function: Callable[..., Any], to: Any) -> tuple[list[Any], list[Any]]:
-        given = [jnp.asarray(x).astype(to) for x in arrays]
-        out, pull_back = jax.vjp(lambda *a: jax.tree_util.tree_leaves(function(*a)), *given)
-        cotangents = [
-            jnp.asarray(np.random.default_rng(i).normal(size=x.shape).astype(dtype)).astype(x.dtype)
-            for i, x in enumerate(out)
-        ]
-        return out, list(pull_back(cotangents))
+        @jax.jit
+        def both(*given: Any) -> tuple[list[Any], list[Any]]:
+            out, pull_back = jax.vjp(lambda *a: jax.tree_util.tree_leaves(function(*a)), *given)
+            cotangents = [
+                jnp.asarray(np.random.default_rng(i).normal(size=x.shape).astype(dtype)).astype(x.dtype)
+                for i, x in enumerate(out)
+            ]
+            return out, list(pull_back(cotangents))
+
+        return both(*(np.asarray(x).astype(to) for x in arrays))
 
     rounded = [jnp.asarray(x, dtype) for x in arrays]
     arrays = tuple(np.asarray(x.astype(np.float32)) for x in rounded)

@@ -1,7 +1,9 @@
 """Small operations with one fault each, which `attnops check` and the pytest suite must both find."""
 
+import time
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
@@ -42,6 +44,11 @@ def lowered_for_export(ctx: Any, x: Any) -> Any:
     if ctx.module_context.lowering_parameters.for_export:
         raise NotImplementedError("a custom call to 'planted' can't be serialised")
     return [x]
+
+
+def sleeping(x: Any) -> Any:
+    """``x``, after a while in which no core computes."""
+    return jax.pure_callback(lambda x: (time.sleep(0.1), x)[1], x, x)
 
 
 NO_BATCHING = kernel("planted_without_batching")
@@ -87,7 +94,7 @@ class Hangs(Planted):
     def changed(self, out: Any, key: Any) -> Any:
         if out.shape[2] == key.shape[2]:
             return out
-        return lax.while_loop(lambda x: jnp.isfinite(x).all(), jnp.sin, out)
+        return lax.while_loop(lambda x: jnp.isfinite(x).all(), sleeping, out)
 
 
 class HangsInPython(Planted):

@@ -9,6 +9,7 @@ those between are exhaustive.
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,8 @@ QUICK = "not slow and not exhaustive"
 TIERS = ("quick", "slow", "exhaustive")
 # How many slow cases of each test with ``every`` were collected.
 _slow = pytest.StashKey[collections.Counter[str]]()
+# The ids in marks that no collected case has.
+UNKNOWN = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,7 +37,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave modules that are slow as a whole alone in quick runs: importing Keras takes seconds."""
     if config.option.markexpr != QUICK or not collection_path.name.startswith("test_") or collection_path.is_dir():
         return None
-    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+    is_slow = re.search(r"^pytestmark = \[?pytest\.mark\.slow\b", collection_path.read_text(), re.MULTILINE)
+    return is_slow is not None or None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -57,6 +61,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         if item.config.stash[_slow][test] % every:
             item.add_marker("exhaustive")
         item.config.stash[_slow][test] += 1
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note what marks name that is not there, unless only some cases of a test were asked for."""
+    config.stash[UNKNOWN] = [] if any("::" in argument for argument in config.args) else unknown(items)
 
 
 def unknown(items: Iterable[pytest.Item]) -> list[str]:

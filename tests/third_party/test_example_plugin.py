@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fast_compile import XLA_FLAGS
 from typer.testing import CliRunner
 
 import attnops_cli
@@ -63,7 +64,7 @@ def check(tmp_path_factory):
     (wheel,) = folder.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", folder / "site", wheel], check=True)
     path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS}
 
     def run(*options, **changes):
         command = [sys.executable, "-m", "attnops", "check", *COMMAND, *options]

@@ -161,7 +161,7 @@ def dropped(broadcast: bool, heads: int = 4, kv_heads: int = 4, **options) -> np
     q, k = jnp.zeros((2, 3, 50, heads, 8)), jnp.zeros((2, 3, 50, kv_heads, 8))
     identity = jnp.broadcast_to(jnp.eye(50)[:, None], (2, 3, 50, kv_heads, 50))
     given = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.4, "broadcast_dropout": broadcast} | options
-    return np.asarray(OURS(q, k, identity, **given)).swapaxes(2, 3)
+    return np.asarray(jax.jit(lambda *arrays: OURS(*arrays, **given))(q, k, identity)).swapaxes(2, 3)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -199,6 +199,7 @@ def test_layers_train_with_dropout() -> None:
     """The output is linear in the values, so that a finite difference is exact, with the same weights dropped."""
     layer = of_linen(attention_fn=attention_fn("flash"), dropout_rate=0.3, deterministic=False)
 
+    @jax.jit
     def loss(params):
         return layer.apply(params, INPUTS, mask=MASKS["causal"], rngs={"dropout": jax.random.key(1)}).sum()
 

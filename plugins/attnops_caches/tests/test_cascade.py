@@ -202,7 +202,8 @@ def test_what_is_not_finite_reaches_no_row_that_does_not_see_it(value: float) ->
     table, lengths, _ = TABLES["with rows that are shorter"]
     pool = POOL.copy()
     pool[table[0, 1], :, 3, D:] = value  # of the rows' token 7, which the first row and the third have not
-    found = np.asarray(FLASH(QUERY, cache_of(table, lengths, pool), mask=Causal()).attention_outputs)
+    attend = jax.jit(lambda cache: FLASH(QUERY, cache, mask=Causal()).attention_outputs)
+    found = np.asarray(attend(cache_of(table, lengths, pool)))
     clean = exact(table, lengths)
     np.testing.assert_allclose(found[[0, 2]], clean[[0, 2]], atol=2e-6)
     assert not np.isfinite(found[[1, 3]]).any()
@@ -282,7 +283,7 @@ def test_each_device_shares_the_pages_of_its_rows() -> None:
 
     with jax.set_mesh(mesh):
         found = jax.jit(run)(sharded(create, mesh))
-    np.testing.assert_allclose(found, run(create(np.arange(12).reshape(B, 3))), atol=2e-6)
+    np.testing.assert_allclose(found, jax.jit(run)(create(np.arange(12).reshape(B, 3))), atol=2e-6)
 
 
 def test_it_is_off_where_it_would_be_slower_and_explained(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,16 @@ def flash() -> Any:
     return OperationRegistry.create("attnops:flash", OperationMetadata(block_q=8, block_k=8))
 
 
-def stepped(flash: Any, starts: Any, slots: Any, N: int = 5) -> tuple[np.ndarray, np.ndarray, Cache]:
-    q, k, v = draw(1, N, H, seed=2), draw(1, N, seed=3), draw(1, N, seed=4)
-    out, cache = flash.step(q, k, v, dense(), rows=Rows(starts, slots), mask=Causal(), return_lse=True)
+def stepped(flash: Any, starts: jax.Array, slots: Any) -> tuple[np.ndarray, np.ndarray, Cache]:
+    """A step of packed rows whose slots are traced, unless they are numpy's."""
+    tokens = draw(1, 5, H, seed=2), draw(1, 5, seed=3), draw(1, 5, seed=4)
+
+    @jax.jit
+    def step(cache: Cache, starts: Any, traced: Any) -> Any:
+        rows = Rows(starts, slots if isinstance(slots, np.ndarray) else traced)
+        return flash.step(*tokens, cache, rows=rows, mask=Causal(), return_lse=True)
+
+    out, cache = step(dense(), starts, slots)
     return np.asarray(out.attention_outputs), np.asarray(out.logsumexp), cache
 
 
@@ -97,7 +104,7 @@ def test_take_rows_of_traced_rows_that_are_none_gives_empty_rows_that_overflowed
 def test_ancestors_of_drafted_tokens_of_which_the_first_are_left_padding(flash: Any) -> None:
     q, k, v = draw(B, 4, H, seed=2), draw(B, 4, seed=3), draw(B, 4, seed=4)
     cache = DenseCache.create(length=8, starts=[2, 0], **OPTIONS)
-    out, _ = flash.step(q, k, v, cache, mask=Ancestors([-1, 0, 1, 1]))
+    out, _ = jax.jit(lambda *x: flash.step(*x, mask=Ancestors([-1, 0, 1, 1])))(q, k, v, cache)
     # Of row 0, tokens 2 and 3 are siblings: each sees itself only, since their ancestors are padding.
     wanted = np.repeat(v[0, 2:], H // K, axis=1)
     np.testing.assert_allclose(out.attention_outputs[0, 2:], wanted, rtol=1e-5)
@@ -111,8 +118,10 @@ def test_a_packed_row_of_values_that_are_not_finite_is_nan_and_no_other_row(name
     rows, k, v = Rows([0, 2, 3], [0, 1]), draw(B, T), draw(B, T, seed=1)
     empty = DenseCache.create(length=8, codec=codec, **OPTIONS)
     query = draw(1, T, H)
-    wanted = operation(query, empty.append(k, v), rows=rows, mask=Causal()).attention_outputs
-    out = operation(query, empty.append(k, v.at[0, 1].set(jnp.nan)), rows=rows, mask=Causal()).attention_outputs
+    attend = jax.jit(
+        lambda *tokens: operation(query, empty.append(*tokens), rows=rows, mask=Causal()).attention_outputs
+    )
+    wanted, out = attend(k, v), attend(k, v.at[0, 1].set(jnp.nan))
     assert np.isnan(out[0, :2]).all()
     np.testing.assert_allclose(out[0, 2], wanted[0, 2], rtol=1e-6)
 

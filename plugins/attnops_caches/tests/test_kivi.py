@@ -145,6 +145,7 @@ def test_attention_is_the_oracles_over_what_is_read() -> None:
 
 
 appends = jax.jit(lambda cache, key, value, lengths: cache.append(key, value, lengths))
+read_of = jax.jit(lambda cache: cache.read())
 
 
 def append(cache: KiviCache, key: Any, value: Any, lengths: Any) -> KiviCache:
@@ -160,6 +161,7 @@ def equal(found: Any, wanted: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("sizes", [{}, {"group": 8, "recent": 8}, {"group": 16, "recent": 21}, {"group": 1}])
+@pytest.mark.tier(quick=[], slow=["sizes0-float32", "sizes1-bfloat16", "sizes2-float16", "sizes3-float32"])
 def test_one_token_at_a_time_is_a_prompt_in_chunks(sizes: dict[str, int], dtype: str) -> None:
     key, value = (jnp.asarray(x, dtype) for x in tokens(117))
     cache = create(dtype=dtype, starts=STARTS, **sizes)
@@ -193,7 +195,8 @@ def test_packed_rows_are_a_batch() -> None:
     step = lambda cache, *new: flash().step(*new, cache, mask=Causal(), rows=rows)  # noqa: E731
     out, found = jax.jit(step)(cache, *packed)
     equal(found, wanted)
-    outputs = flash()(query, wanted, mask=Causal(), query_lengths=np.array(counts)).attention_outputs
+    of_batch = lambda *x: flash()(*x, mask=Causal(), query_lengths=np.array(counts)).attention_outputs  # noqa: E731
+    outputs = jax.jit(of_batch)(query, wanted)
     of_rows = np.concatenate([outputs[2, :41], outputs[0, :50]])
     np.testing.assert_allclose(out.attention_outputs[0, :91], of_rows, rtol=1e-4, atol=1e-5)
 
@@ -204,18 +207,17 @@ def test_truncate_leaves_what_the_model_has(taken_back: int) -> None:
     """Up to R - G + 1 tokens leave no trace in keys that are quantised later; others add to the error."""
     key, value = tokens(117)
     truncate = jax.jit(lambda cache, lengths: cache.truncate(lengths))
-    read = jax.jit(lambda cache: cache.read())
     for length in (97, 103, 117):
         row, kept = Row(), max(length - taken_back, 0)
         row.append(key[0, :length])
         row.truncate(kept)
         cache = truncate(append(create(), key, value, [length] * B), np.array([length - taken_back, S, kept]))
         assert cache.lengths.tolist() == [kept, length, kept]
-        np.testing.assert_allclose(read(cache).keys[0, :kept], row.read(), atol=1e-4)
+        np.testing.assert_allclose(read_of(cache).keys[0, :kept], row.read(), atol=1e-4)
         new, more = tokens(40, seed=2), min(40, S - kept)
         cache = append(cache, *new, [more] * B)
         row.append(new[0][0, :more])
-        found = read(cache).keys[0, : kept + more]
+        found = read_of(cache).keys[0, : kept + more]
         np.testing.assert_allclose(found, row.read(), atol=1e-4)
         given = np.concatenate([key[0, :kept], new[0][0, :more]])
         older = slice(0, max(kept + more - 2 * G, 0) // G * G)
@@ -230,16 +232,16 @@ def test_rows_are_taken_reset_and_full() -> None:
     assert taken.lengths.tolist() == [105, 105, 117, 0]
     assert taken.overflowed.tolist() == [False, False, False, True]
     for name in ("keys", "values"):
-        found, wanted = (getattr(x.read(), name) for x in (taken, cache))
+        found, wanted = (getattr(read_of(x), name) for x in (taken, cache))
         np.testing.assert_array_equal(found[:3], wanted[jnp.array([2, 2, 0])])
     nan = [np.full_like(x, np.nan) for x in tokens(9)]
     emptied = append(append(cache, *nan, [0, 9, 0]), *tokens(1), [0] * B).reset(jnp.array([True, True, False]))
-    again, fresh = (append(x, *tokens(64, 4), [64, 64, 0]).read() for x in (emptied, create()))
+    again, fresh = (read_of(append(x, *tokens(64, 4), [64, 64, 0])) for x in (emptied, create()))
     equal((again.keys[:2, :64], again.values[:2, :64]), (fresh.keys[:2, :64], fresh.values[:2, :64]))
     full = append(cache, *tokens(20, 5), [20, 20, 20])
     assert full.lengths.tolist() == [128, 20, 125]
     assert full.overflowed.tolist() == [True, False, False]
-    equal(full.read().keys[0, 117:], tokens(20, 5)[0][0, :11])
+    equal(read_of(full).keys[0, 117:], tokens(20, 5)[0][0, :11])
 
 
 @pytest.mark.slow
@@ -247,7 +249,7 @@ def test_rows_are_taken_reset_and_full() -> None:
 def test_nan_reaches_no_other_row_head_channel_or_group(bad: float) -> None:
     key, value = tokens(117)
     key[0, 33, 1, 5] = bad
-    read, clean = (append(create(), x, value, LENGTHS).read().keys for x in (key, tokens(117)[0]))
+    read, clean = (read_of(append(create(), x, value, LENGTHS)).keys for x in (key, tokens(117)[0]))
     is_same = np.array(read == clean)
     assert np.isnan(read[0, 32:53, 1, 5]).all()  # of the group's tokens, 53 to 63 are among the newest 64
     is_same[0, 32:53, 1, 5] = True
@@ -261,7 +263,7 @@ def test_equal_and_extreme_keys() -> None:
         largest = float(jnp.finfo(dtype).max)
         key, value = (jnp.asarray(np.clip(x / 30, -1, 1) * largest, dtype) for x in tokens(117))
         key = key.at[..., 0].set(-largest).at[..., 1].set(0).at[:, ::2, :, 2].set(largest)
-        read = append(create(dtype=dtype), key, value, LENGTHS).read()
+        read = read_of(append(create(dtype=dtype), key, value, LENGTHS))
         assert np.isfinite(np.asarray(read.keys[0, :117], np.float64)).all(), dtype
         np.testing.assert_array_equal(read.keys[0, :117, :, :2], key[0, :, :, :2])
         wide, found = (np.asarray(x[0, :32], np.float64) for x in (key, read.keys))
@@ -292,7 +294,7 @@ def test_vmap_export_and_a_mesh() -> None:
         wanted, grown = jax.jit(step)(cache, *given)
         np.testing.assert_allclose(found.attention_outputs[i], wanted.attention_outputs, atol=1e-5)
         equal(jax.tree.map(lambda x, i=i: x[i], after), grown)
-        sharded_out, _ = on_mesh.step(*given, cache, mask=Causal())
+        sharded_out, _ = jax.jit(lambda cache, *new: on_mesh.step(*new, cache, mask=Causal()))(cache, *given)
         np.testing.assert_allclose(sharded_out.attention_outputs, wanted.attention_outputs, atol=1e-5)
     program = export.export(jax.jit(step))(caches[0], *(x[0] for x in new))
     again = export.deserialize(program.serialize())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,11 @@ def operation(name: str, **fields: Any) -> Any:
     return OperationRegistry.create(name, OperationMetadata(**fields))
 
 
+def stepped(name: str, *arrays: Any, mesh: Mesh | None = None, **options: Any) -> Any:
+    """A step as one program; outside `jax.jit` it is hundreds, which `test_meshes` has."""
+    return jax.jit(functools.partial(operation(name, mesh=mesh).step, **options))(*arrays)
+
+
 def compiled(function: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
     """The result of a function, and the exchanges between devices in its compiled program."""
     program = jax.jit(function).lower(*args).compile()
@@ -88,7 +94,7 @@ def check_steps(name: str, mesh: Mesh, caches: tuple[Any, Any], mask: Mask, T: i
         return operation(name, mesh=mesh).step(q, k, v, cache, query_lengths=lengths, **options)
 
     (found, placed), exchanges = compiled(step, placed, q, k, v)
-    wanted, single = operation(name).step(q, k, v, single, query_lengths=lengths, **options)
+    wanted, single = stepped(name, q, k, v, single, query_lengths=lengths, **options)
     np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
     np.testing.assert_allclose(found.logsumexp, wanted.logsumexp, atol=5e-6)
     equal(placed, single)
@@ -241,8 +247,8 @@ def test_another_number_of_rows_is_taken_and_sharded_where_it_divides(rows: list
     placed, single = (cache.take_rows(rows) for cache in pair("dense", mesh))
     assert placed.store.key.sharding.spec[0] == placed.placement.batch == ("dp" if len(rows) % 2 == 0 else None)
     query, key, value = array(len(rows), 1, H, D), array(len(rows), 1, K, D), array(len(rows), 1, K, D)
-    found, placed = operation("flash", mesh=mesh).step(query, key, value, placed, mask=Causal())
-    wanted, single = operation("flash").step(query, key, value, single, mask=Causal())
+    found, placed = stepped("flash", query, key, value, placed, mesh=mesh, mask=Causal())
+    wanted, single = stepped("flash", query, key, value, single, mask=Causal())
     np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
     equal(placed, single)
 
@@ -270,7 +276,7 @@ def test_a_latent_is_sharded_as_a_single_kv_head(names: tuple[str, ...]) -> None
     sizes = {"batch": B, "length": S, "kv_heads": 1, "head_dim": 12, "latent": 8, "dtype": jnp.float32, "codec": INT8}
     caches = sharded(lambda: DenseCache.create(**sizes), mesh_of(*names)), DenseCache.create(**sizes)
     query, key = array(B, 5, H, 12), array(B, 5, 1, 12)
-    results = [operation("attnops:flash").step(query, key, None, cache, mask=Causal()) for cache in caches]
+    results = [stepped("attnops:flash", query, key, None, cache, mask=Causal()) for cache in caches]
     np.testing.assert_allclose(*(result.attention_outputs for result, _ in results), atol=5e-6)
     equal(*(cache for _, cache in results))
 
@@ -369,7 +375,7 @@ def test_explicit_axes_are_those_of_the_results_types(storage: str, is_current: 
             found, placed = step(placed, q, k, v)
     else:
         found, placed = step(placed, q, k, v)
-    wanted, single = operation("attnops:flash").step(q, k, v, single, mask=Causal())
+    wanted, single = stepped("attnops:flash", q, k, v, single, mask=Causal())
     np.testing.assert_allclose(found, wanted.attention_outputs, atol=5e-6)
     equal(placed, single)
     for x, y in zip(placed.read(), single.read(), strict=True):
@@ -393,8 +399,8 @@ def test_packed_rows_are_merged_over_the_shards_of_rows(storage: str, kind: Axis
     options["return_max_logits"] = True
     # Of explicit axes JAX asks for the mesh where arrays are indexed.
     with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
-        found, placed = operation("attnops:flash").step(*tokens, caches[0], **options)
-    wanted, single = operation("attnops:flash").step(*tokens, caches[1], **options)
+        found, placed = stepped("attnops:flash", *tokens, caches[0], **options)
+    wanted, single = stepped("attnops:flash", *tokens, caches[1], **options)
     np.testing.assert_allclose(found.attention_outputs, wanted.attention_outputs, atol=5e-6)
     np.testing.assert_allclose(found.logsumexp, wanted.logsumexp, atol=5e-6)
     np.testing.assert_allclose(found.max_logits, wanted.max_logits, atol=5e-6)
@@ -421,7 +427,7 @@ def test_a_cache_in_a_shard_map_of_the_callers_own_is_that_shards(axes: tuple[st
         return result.attention_outputs, cache
 
     found, placed = step(placed, q, k, v)
-    wanted, single = operation("attnops:vanilla").step(q, k, v, single, mask=Causal())
+    wanted, single = stepped("attnops:vanilla", q, k, v, single, mask=Causal())
     np.testing.assert_allclose(found, wanted.attention_outputs, atol=5e-6)
     equal(placed, single)
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from cache_over_processes import CASES
+from fast_compile import XLA_FLAGS
 
 SCRIPT = Path(__file__).parents[3] / "tests" / "support" / "cache_over_processes.py"
-# Half of the compiler's time, of programs that run once.
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.mark.slow
@@ -23,7 +22,7 @@ def test_steps_over_two_processes_are_those_of_one_device(case: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": FAST_COMPILE}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": XLA_FLAGS}
     started = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), address, str(i), case], env=env, stdout=subprocess.PIPE,

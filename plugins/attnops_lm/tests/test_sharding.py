@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fast_compile import XLA_FLAGS
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,8 +25,6 @@ from attnops_lm.params import by_path
 from attnops_lm.testing import small
 
 B, T, S = 4, 12, 16
-# What is compared does not depend on how well it is compiled.
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +173,7 @@ def test_two_processes_agree_with_one_device() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": FAST_COMPILE}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": XLA_FLAGS}
     command = [sys.executable, "-m", "attnops_lm.sharded", "--coordinator", address, "--processes", "2"]
     started = [
         subprocess.Popen(

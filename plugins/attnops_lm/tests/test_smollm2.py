@@ -21,7 +21,8 @@ from attnops_lm.demo import REFERENCE
 from attnops_lm.gguf_file import load_smollm2
 from attnops_lm.model import Caches, CausalLM
 
-pytestmark = pytest.mark.slow
+# Its programs run for seconds, and optimised twice as fast.
+pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 
 # The tolerance of logits up to 42, in the columns of the reference: 50 units in the last place of the largest. Products
 # are summed in another order on a processor with AVX-512, where 4 of 49,152 logits differ by 1.2e-4.

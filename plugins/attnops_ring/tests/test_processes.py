@@ -11,18 +11,17 @@ import threading
 from pathlib import Path
 
 import pytest
+from fast_compile import XLA_FLAGS
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "several_processes" / "ring.py"
 HEARTBEAT = 10  # seconds
-# The compared results do not depend on XLA's optimisations.
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def start(n: int, indices: list[int], devices: int = 1, runs: int = 1) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": FAST_COMPILE}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": XLA_FLAGS}
     command = [
         sys.executable,
         str(SCRIPT),

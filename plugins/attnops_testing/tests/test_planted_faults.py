@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fast_compile import XLA_FLAGS
 from planted_faults import FAULTS, HANGS, Planted
 from typer.testing import CliRunner
 
@@ -20,8 +22,6 @@ from attnops_testing.suite import SUITE
 from attnops_testing.tolerance import assert_close
 
 SUPPORT = Path(__file__).parents[3] / "tests" / "support"
-# What is found does not depend on how well it is compiled.
-FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # Seconds: many times what a case that ends takes, on a machine that does much else too.
 LIMIT = 15
 # A module of pytest with a suite for each class, as `attnops new` writes one.
@@ -51,7 +51,7 @@ def check(cls, *options):
 
 
 def run(*arguments, cwd):
-    env = os.environ | {"PYTHONPATH": str(SUPPORT), "JAX_PLATFORMS": "cpu", "COLUMNS": "150", "XLA_FLAGS": FAST_COMPILE}
+    env = os.environ | {"PYTHONPATH": str(SUPPORT), "JAX_PLATFORMS": "cpu", "COLUMNS": "150", "XLA_FLAGS": XLA_FLAGS}
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, cwd=cwd, check=False)
 
 
@@ -171,14 +171,18 @@ def test_a_hang_ends_the_run_with_its_stack_and_the_results_so_far(cls, tmp_path
         f"OperationRegistry.register(planted_faults.{name}); sys.argv[0] = 'attnops'; attnops_cli.main()"
     )
     features = ("--feature", "Causal", "--feature", "GQA", "--feature", "softmax_scale")
-    done = run("-c", code, "check", name, "--mode", "prefill", "--limit", str(LIMIT), *features, cwd=tmp_path)
+    options = ("--mode", "prefill", "--limit", str(LIMIT), *features)
+    with ThreadPoolExecutor() as both:  # at once: each takes the seconds of the limit
+        checked = both.submit(run, "-c", code, "check", name, *options, cwd=tmp_path)
+        tested = both.submit(run_pytest, tmp_path, [name], "-k", "each_feature and GQA or unknown", limit=LIMIT)
+    done = checked.result()
     assert done.returncode == 1, done.stderr
     assert re.search(r"^Causal +right", done.stdout, re.M)
     assert re.search(rf"^GQA +wrong +did not end in {LIMIT} s", done.stdout, re.M), done.stdout
     assert "problem.check(" in done.stdout  # its stack
     assert "\n1 right, 0 refused, 1 wrong, 0 not run\nwrong: GQA\n" in done.stdout
 
-    done = run_pytest(tmp_path, [name], "-k", "each_feature and GQA or unknown", limit=LIMIT)
+    done = tested.result()
     assert done.returncode == 1, done.stdout
     assert f"did not end in {LIMIT} s" in done.stdout
     assert "problem.check(" in done.stdout

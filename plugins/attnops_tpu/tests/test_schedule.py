@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -111,13 +111,9 @@ def test_a_whole_kernel_is_its_regions_times_their_trips() -> None:
 
 
 def contenders() -> Any:
-    spec = importlib.util.spec_from_file_location("tpu_contenders", SCRIPT.with_name("tpu_contenders.py"))
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tpu_contenders"] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPT.parent)
+        return importlib.import_module("tpu_contenders")
 
 
 def test_trips_are_those_of_the_tile_schedules() -> None:

@@ -86,9 +86,10 @@ def _is_attention(loaded: type[BaseOperation]) -> bool:
 def _wrong_attributes(loaded: type[BaseOperation]) -> str:
     if isinstance(loaded.priority, bool) or not isinstance(loaded.priority, int):
         return f"has priority={loaded.priority!r}, which must be an int"
-    if loaded.computes not in (None, ATTENTION):
-        return f"has computes={loaded.computes!r}, which must be {ATTENTION!r} or None"
-    if loaded.computes is not None and not _is_attention(loaded):
+    if loaded.computes not in (None, ATTENTION) and (_is_attention(loaded) or not isinstance(loaded.computes, str)):
+        other = "" if _is_attention(loaded) else ", or the name of another contract"
+        return f"has computes={loaded.computes!r}, which must be {ATTENTION!r} or None{other}"
+    if loaded.computes == ATTENTION and not _is_attention(loaded):
         return f"has computes={ATTENTION!r}, but is not a subclass of attnops.OperationImpl"
     if isinstance(loaded.reads, str) or not set(loaded.reads) <= FIELDS:
         return f"has reads={loaded.reads!r}, which must be a set of fields of OperationMetadata: {sorted(FIELDS)}"

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.metadata import OperationMetadata
+from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.ranking import Candidate, all_candidates, ask, order, pick
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest
+from attnops.dispatch.request import AttentionRequest, Request
 from attnops.errors import UnsupportedError
 from attnops.sharding.call import AttentionShardings
 
@@ -23,19 +24,20 @@ class Explanation:
     Attributes:
         request: the request.
         chosen: what would run.
-        others: all other implementations that declare that they compute attention, in `auto`'s order.
+        others: all other implementations that declare that they compute the request's contract, in `auto`'s order.
         shardings: the partition specs that the axis rules give the call, if asked for.
     """
 
-    request: AttentionRequest
+    request: Request
     chosen: Candidate
     others: tuple[Candidate, ...]
     shardings: AttentionShardings | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.request}", f"runs {self.chosen.name} (forward_{self.chosen.forward})"]
+        ranks = self.request.computes == ATTENTION
         lines += [f"  although {reason}" for reason in self.chosen.reasons]
-        lines += [f"  {self.chosen.ranked}"] if self.chosen.serves else []
+        lines += [f"  {self.chosen.ranked}"] if self.chosen.serves and ranks else []
         lines += [f"  {line}" for line in self.chosen.details]
         lines += [] if self.shardings is None else [f"  {self.shardings}"]
         if (use := self.chosen.source_use) is not None:
@@ -45,14 +47,14 @@ class Explanation:
                 lines.append(f"{other.name}: has no kernel for {self.request.platform}, and could run forward_native")
                 continue
             lines.append(f"{other.name}: " + ("could serve it" if other.serves else "can't serve it"))
-            lines += [f"  {other.ranked}"] if other.serves else []
+            lines += [f"  {other.ranked}"] if other.serves and ranks else []
             lines += [f"  {other.source_use.reads}"] if other.serves and other.source_use is not None else []
             lines += [f"  - {reason}" for reason in ([other.problem] if other.problem else other.reasons)]
         return "\n".join(lines)
 
 
 def explain(
-    request: AttentionRequest,
+    request: Request,
     operation: str = "auto",
     metadata: OperationMetadata | None = None,
     *,
@@ -61,7 +63,8 @@ def explain(
     """What ``OperationRegistry.create(operation, metadata)`` would run for a request, and why not the others.
 
     Loads every distribution that has an operation; traces nothing. Only classes with ``computes = "attention"`` are
-    considered: the core's operations, their subclasses and classes that declare it; others can be given by name.
+    considered: the core's operations, their subclasses and classes that declare it; others can be given by name. For
+    a request of another contract, those whose ``computes`` is that of the request's class, and one must be named.
 
     Args:
         request: from an operation's ``request(query, key, value, ...)``, or made by hand.
@@ -76,14 +79,15 @@ def explain(
     metadata = (OperationMetadata() if metadata is None else metadata).replace(platform=request.platform)
     candidates = {candidate.name: candidate for candidate in all_candidates(request, metadata)}
     cls = OperationRegistry.get(operation, request.platform)
-    if operation.rpartition(":")[2] == "auto":
+    is_attention = isinstance(request, AttentionRequest)
+    if not (issubclass(cls, OperationImpl) if is_attention else cls.computes == request.computes is not None):
+        raise ValueError(
+            f"operation={operation!r} has computes={cls.computes!r}, but the request is of {request.computes!r}: name "
+            f"an operation of this, or ask {cls.__name__}(metadata).reasons(request)"
+        )
+    if isinstance(request, AttentionRequest) and operation.rpartition(":")[2] == "auto":
         name = pick(request, metadata).name
     else:
-        if not issubclass(cls, OperationImpl):
-            raise ValueError(
-                f"operation={operation!r} is not attention of query, key and value, so it has no such request; "
-                f"ask {cls.__name__}(metadata).reasons(request)"
-            )
         plugins = [p for p in OperationRegistry.plugins() if p.operation_class is cls]
         plugin = next((p for p in plugins if p.name in candidates), plugins[0])
         name = plugin.name
@@ -93,7 +97,7 @@ def explain(
     if not chosen.forward:
         problem = f": {chosen.problem}" if chosen.problem else ""
         raise UnsupportedError(f"{name} can't serve {request}{problem}", chosen.reasons)
-    specs = _shardings(request, metadata) if shardings else None
+    specs = _shardings(request, metadata) if shardings and isinstance(request, AttentionRequest) else None
     return Explanation(request, chosen, tuple(sorted(candidates.values(), key=order)), specs)
 
 

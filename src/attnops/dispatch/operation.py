@@ -50,8 +50,9 @@ class BaseOperation(abc.ABC):
         priority: if several classes serve one name on one platform, the highest is picked; `auto` breaks ties inside
             one `attnops.Rank` by it.
         api_version: the `API_VERSION` that the class was written for, a number.
-        computes: ``"attention"``: the class computes the attention contract, so that `auto` may pick it and `explain`
-            lists it. The core's operations declare it, and their subclasses inherit it. None: something else.
+        computes: the contract that the class computes. ``"attention"``: `auto` may pick it and `explain` lists it. The
+            core's operations declare it, and their subclasses inherit it. Another name: `explain` lists the class for
+            requests whose class has the same ``computes``. None: something else.
         reads: the fields of the metadata that its forwards read, in addition to ``mode``, ``platform``,
             ``on_unsupported`` and ``interpret``, which the dispatcher reads. A field that is set and not read is a
             reason to refuse a call.

@@ -14,7 +14,7 @@ from attnops.dispatch.operation import ATTENTION, BaseOperation
 from attnops.dispatch.plugins import CORE, Plugin, State
 from attnops.dispatch.rank import Rank, RankBetween
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest
+from attnops.dispatch.request import AttentionRequest, Request
 from attnops.dispatch.source import SourceUse
 from attnops.errors import PluginError, Reason, UnsupportedError, pass_interrupt, printable
 
@@ -84,22 +84,22 @@ def order(candidate: Candidate) -> tuple[bool, float, bool, int, str]:
     return not candidate.serves, place, candidate.inherits, -candidate.priority, candidate.name
 
 
-def all_candidates(request: AttentionRequest, metadata: OperationMetadata) -> Iterator[Candidate]:
-    for plugin, cls in _considered():
+def all_candidates(request: Request, metadata: OperationMetadata) -> Iterator[Candidate]:
+    for plugin, cls in _considered(request.computes):
         if cls is not None:
             yield ask(plugin, cls, request, metadata)
         elif plugin.state is not State.DISCOVERED:
             yield Candidate(plugin.name, "", problem=f"{plugin.state}: {plugin.cause}")
 
 
-def _considered() -> Iterator[tuple[Plugin, type[OperationImpl] | None]]:
-    """The plugins that `auto` considers, each class once; None for a plugin without a class."""
+def _considered(computes: str | None = ATTENTION) -> Iterator[tuple[Plugin, type[BaseOperation] | None]]:
+    """The plugins whose class computes a contract, each class once; None for a plugin without a class."""
     seen = set()
     for plugin in OperationRegistry.plugins(load=True):
         cls = plugin.operation_class
         if cls is None:
             yield plugin, None
-        elif issubclass(cls, OperationImpl) and cls.computes == ATTENTION and plugin.operation != "auto":
+        elif cls.computes == computes and plugin.operation != "auto":
             if cls not in seen:
                 yield plugin, cls
             seen.add(cls)
@@ -135,7 +135,7 @@ def _operations(metadata: OperationMetadata, generation: int) -> tuple[BaseOpera
     return tuple(operations)
 
 
-def ask(plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
+def ask(plugin: Plugin, cls: type[BaseOperation], request: Request, metadata: OperationMetadata) -> Candidate:
     try:
         return _candidate(plugin, cls, request, metadata)
     except PluginError as error:
@@ -146,9 +146,7 @@ def ask(plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, met
         return Candidate(plugin.name, "", problem=problem)
 
 
-def _candidate(
-    plugin: Plugin, cls: type[OperationImpl], request: AttentionRequest, metadata: OperationMetadata
-) -> Candidate:
+def _candidate(plugin: Plugin, cls: type[BaseOperation], request: Request, metadata: OperationMetadata) -> Candidate:
     operation = border.make(cls, metadata)
     border.environment_key(operation)
     forward = forward_for(cls, request.platform)
@@ -159,10 +157,11 @@ def _candidate(
         )
         forward = "native" if native else ""
     use = None
-    if request.source is not None and forward:
+    rank = border.rank(cls, request) if issubclass(cls, OperationImpl) else None
+    if isinstance(request, AttentionRequest) and request.source is not None and forward:
         assert isinstance(operation, OperationImpl)
         use = request.source.use(operation, forward, request)
     return Candidate(
-        plugin.name, forward, tuple(reasons), rank=border.rank(cls, request), priority=cls.priority,
+        plugin.name, forward, tuple(reasons), rank=rank, priority=cls.priority,
         details=() if reasons else border.details(operation, request), source_use=use,
     )  # fmt: skip

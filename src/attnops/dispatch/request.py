@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax.numpy as jnp
 
@@ -33,6 +33,9 @@ class Request:
     mode: RUNTIME_MODE_TYPES = MODE_TRAIN
     interpret: bool = False
     dtypes: tuple[str, ...] = ()
+
+    computes: ClassVar[str | None] = None
+    """The contract that it is a call of: `BaseOperation.computes` of the classes that may serve it."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -120,6 +123,8 @@ class AttentionRequest(Request):
     return_max_logits: bool = False
     sequence_axes: tuple[str, ...] = ()
     source: SourceRequest | None = None
+
+    computes: ClassVar[str | None] = "attention"
 
     def __post_init__(self) -> None:
         super().__post_init__()

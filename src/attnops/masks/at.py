@@ -101,7 +101,7 @@ def token_array(name: str, values: Leaf, B: int, length: int) -> Array:
         values = np.asarray(values)
     if values.shape not in ((length,), (1, length), (B, length)):
         raise ValueError(f"{name} has shape {values.shape}, but must have shape [{length}] or [{B}, {length}]")
-    return values.reshape(-1, length)
+    return values.reshape(values.shape if values.ndim == 2 else (1, length))
 
 
 def take(values: Leaf, b: Index, index: Index) -> Array:

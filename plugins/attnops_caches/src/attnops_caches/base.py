@@ -210,7 +210,9 @@ class Cache(Source):
             counts = rows.first_counts(T, self.batch)
             wanted, count = add(rows.counts(T, self.batch)), add(counts)
             starts = add(jnp.where(counts > 0, jnp.clip(rows.starts, 0, T)[:-1], 0))
-        pieces, fit = self.place(T, count, jnp.arange(self.batch, dtype=jnp.int32))
+        every: Any = np.arange(self.batch, dtype=np.int32)  # known, see `at_rows`
+        pieces, fit = self.place(T, count, every)
+        pieces = Pieces(*map(jnp.asarray, pieces))
         lengths, overflowed = self.lengths + fit, self.overflowed | (fit < wanted)
         return dataclasses.replace(self, lengths=lengths, overflowed=overflowed), pieces.packed(starts), fit, starts
 

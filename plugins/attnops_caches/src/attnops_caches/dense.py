@@ -11,7 +11,7 @@ import numpy as np
 
 from attnops.exported import serialised
 from attnops.sharding.placing import placed
-from attnops_caches.integers import check_size, int32, integers_of_shape
+from attnops_caches.integers import at_rows, check_size, int32, integers_of_shape
 from attnops_caches.layout import TokenOptions
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
@@ -115,7 +115,7 @@ class DenseCache(RowCache):
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         first = 0 if self.first_slot is None else self.first_slot
         # In slots of a shard: below 0 for a row whose next token belongs to an earlier shard.
-        lengths, run = self.lengths[rows] - first, jnp.arange(rows.shape[0], dtype=jnp.int32)
+        lengths, run = at_rows(self.lengths, rows) - first, jnp.arange(rows.shape[0], dtype=jnp.int32)
         fit = jnp.clip(self.length - lengths, 0, count)
         slot = jnp.maximum(lengths, 0)
         return Pieces(run, slot - lengths, jnp.maximum(lengths + fit - slot, 0), rows, slot), fit

@@ -30,6 +30,12 @@ def array(values: Leaf) -> Any:
     return jnp.asarray(values) if is_traced or isinstance(values, jax.Array) else np.asarray(values)
 
 
+def at_rows(x: jax.Array, rows: Leaf) -> jax.Array:
+    """``x[rows]``; ``x`` itself for all rows in order as a numpy array, which XLA would gather one by one."""
+    is_every = isinstance(rows, np.ndarray) and np.array_equal(rows, np.arange(x.shape[0]))
+    return x if is_every else x[rows]
+
+
 def integers(name: str, values: Leaf) -> Any:
     """`array` of integers; an empty list counts as integers."""
     values = array(values)

@@ -14,7 +14,7 @@ from attnops.exported import serialised
 from attnops.sharding.placing import placed, whole
 from attnops.sharding.specs import names_of
 from attnops_caches.calls.request import CacheRequest
-from attnops_caches.integers import check_size, int32, integers_of_shape, pairs
+from attnops_caches.integers import at_rows, check_size, int32, integers_of_shape, pairs
 from attnops_caches.layout import TokenOptions
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT, refusal
@@ -177,16 +177,17 @@ class PagedCache(StoredCache):
         return dataclasses.replace(self, table=pages, lengths=lengths, starts=starts, copied=forgotten)
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
-        p, lengths, run = self.page_size, self.lengths[rows], jnp.arange(rows.shape[0], dtype=jnp.int32)
+        p, lengths, run = self.page_size, at_rows(self.lengths, rows), jnp.arange(rows.shape[0], dtype=jnp.int32)
         most = 1 if T == 1 else (T - 1) // p + 2  # pages that T tokens may lie in
         number = lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [R, most], index in the table
-        page = jnp.take_along_axis(self.table[rows], jnp.minimum(number, self.max_pages - 1), axis=1)
+        at = jnp.clip(number, 0, self.max_pages - 1)
+        page = jnp.take_along_axis(at_rows(self.table, rows), at, axis=1, mode="promise_in_bounds")
         exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
         begin = jnp.maximum(lengths[:, None], number * p)  # indices of the first and last token in the page
         end = jnp.minimum((lengths + count)[:, None], number * p + p)
         wanted = jnp.maximum(end - begin, 0)
         # What comes after a token that has no page does not fit either.
-        kept = jnp.where(jnp.cumprod(exists, axis=1) > 0, wanted, 0)
+        kept = jnp.where(exists if most == 1 else jnp.cumprod(exists, axis=1) > 0, wanted, 0)
         pieces = Pieces(
             row=jnp.broadcast_to(run[:, None], page.shape),
             first=begin - lengths[:, None],
@@ -194,7 +195,7 @@ class PagedCache(StoredCache):
             block=jnp.clip(page, 0, self.pages - 1),
             slot=begin % p,
         )
-        return Pieces(*(x.reshape(-1) for x in pieces)), kept.sum(1).astype(jnp.int32)
+        return Pieces(*(x.reshape(-1) for x in pieces)), kept.sum(1, dtype=jnp.int32)
 
     def slots(self) -> Slots:
         exists = (self.table >= 0) & (self.table < self.pages_of_row)

@@ -13,7 +13,7 @@ from attnops.exported import serialised
 from attnops.masks.base import Mask
 from attnops.masks.positions import SlidingWindow
 from attnops_caches.dense import RowCache
-from attnops_caches.integers import check_size
+from attnops_caches.integers import at_rows, check_size
 from attnops_caches.layout import TokenOptions
 from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import PLACEMENT
@@ -96,7 +96,7 @@ class WindowCache(RowCache):
             )
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
-        R, lengths = self.length, self.lengths[rows]
+        R, lengths = self.length, at_rows(self.lengths, rows)
         # int32 holds no index beyond 2³¹ − 1.
         fit = jnp.clip(jnp.minimum(jnp.int32(2**31 - 1) - lengths, self.max_append), 0, count)
         slot, run, zero = lengths % R, jnp.arange(rows.shape[0], dtype=jnp.int32), jnp.zeros_like(rows)

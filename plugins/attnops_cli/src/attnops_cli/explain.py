@@ -17,7 +17,7 @@ from attnops.dispatch.explain import Explanation, explain
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.ranking import Candidate
 from attnops.dispatch.registry import OperationRegistry
-from attnops.dispatch.request import AttentionRequest
+from attnops.dispatch.request import AttentionRequest, Request
 from attnops.errors import PluginError, PluginWarning, Reason, UnsupportedError
 from attnops.operations.vanilla import VanillaAttention
 from attnops.sharding.modes import printed_mode
@@ -225,7 +225,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _request_fields(request: AttentionRequest) -> dict[str, Any]:
+def _request_fields(request: Request) -> dict[str, Any]:
     return dataclasses.asdict(request) | {"mode": printed_mode(request.mode)}
 
 

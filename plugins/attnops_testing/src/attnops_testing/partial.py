@@ -73,8 +73,12 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         output = vanilla(q, k, v, return_lse=True, return_max_logits=True, **options(0, _S, bias))
         return (output.attention_outputs, output.logsumexp), output.max_logits
 
-    (out, lse), pull_back, highest = jax.vjp(unsplit, q, k, v, bias, has_aux=True)
-    expected = pull_back((d_out, d_lse))
+    @jax.jit
+    def whole(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> Any:
+        outputs, pull_back, highest = jax.vjp(unsplit, q, k, v, bias, has_aux=True)
+        return outputs, highest, pull_back((d_out, d_lse))
+
+    (out, lse), highest, expected = whole(q, k, v, bias)
     # The cotangent of the contribution's weight.
     d_weight = d_lse - (d_out * out).sum(-1).swapaxes(1, 2)
     spans = (0, _SPLIT), (_SPLIT, _S)
@@ -97,12 +101,12 @@ def check_partial(name: str, platform: str, features: str, **fields: Any) -> Non
         ]
 
     partials = partials_of(q, k, v, bias)
-    total_out, total_lse, total_residual, total_highest = merge(*partials)
+    total_out, total_lse, total_residual, total_highest = jax.jit(merge)(*partials)
     _same("the merged output", total_out, out)
     _same("the merged logsumexp", total_lse, lse)
     assert total_highest is not None
     _same("the merged largest scores", total_highest, highest)
-    shares = [contribution(partial, total_lse, total_residual) for partial in partials]
+    shares = [jax.jit(contribution)(partial, total_lse, total_residual) for partial in partials]
     gradients = gradients_of(q, k, v, bias, total_lse, total_residual)
     total, weights = (sum(x) for x in zip(*shares, strict=True))
     d_query = sum(d[0] for d in gradients)

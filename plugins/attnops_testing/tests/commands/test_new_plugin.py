@@ -8,6 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from fast_compile import XLA_FLAGS
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +26,7 @@ def run(tmp_path_factory):
     env |= {
         "JAX_PLATFORMS": "cpu",
         "COLUMNS": "200",
-        # What is found does not depend on how well it is compiled.
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "XLA_FLAGS": XLA_FLAGS,
         "XDG_CACHE_HOME": str(folder / "cache"),
         "ATTNOPS_DISABLE": "attnops-cpu,attnops-ring,attnops-splash,attnops-tpu,attnops-triton",
     }

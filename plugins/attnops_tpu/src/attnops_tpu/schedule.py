@@ -180,8 +180,9 @@ def measure(command: list[str], kernel: str | None = None, only: str | None = No
     """
     folder = tempfile.mkdtemp(prefix="attnops_schedule_")
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
+    flags += " --xla_jf_dump_llo_pass_label_regex=^final_"
     if only is not None:
-        flags += f" --xla_jf_dump_llo_pass_label_regex=^final_ --xla_jf_dump_only_matching_hlo={only}"
+        flags += f" --xla_jf_dump_only_matching_hlo={only}"
     try:
         run = subprocess.run(
             [sys.executable, *command], env={**os.environ, **environment(), "LIBTPU_INIT_ARGS": flags},

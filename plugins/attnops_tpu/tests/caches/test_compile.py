@@ -130,11 +130,11 @@ def test_a_prompt_with_all_that_scores_have_compiles(generation: str) -> None:
     "generation", [pytest.param(x, marks=[] if x == "v6e" else pytest.mark.exhaustive) for x in GENERATIONS]
 )
 def test_packed_rows_read_pages_where_they_are(generation: str) -> None:
-    cache = pages(64, 8, 128, batch=32)
+    cache = pages(64, 2, 128, batch=32)
     mask = SlidingWindow(jnp.full((32, 1), 5000), 0) & KeyPadding(jnp.ones((32, SLOTS), bool))
     size = temporaries(cache, generation, 4, T=512, mask=mask, is_packed=True, return_lse=True)
-    # Queries and results of tiles, some of them with one query; on v5p also what XLA computes values by key from.
-    assert size <= (10 if generation == "v5p" else 5) * SMALL < cache.store.key.size
+    # Queries and results of tiles, some of them with one query, and what XLA computes values by key from.
+    assert size <= 3 * SMALL < cache.store.key.size
 
 
 # The codec and its scales, a page, K and a generation.
@@ -189,8 +189,8 @@ def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None
     "generation", [pytest.param(x, marks=[] if x == "v6e" else pytest.mark.exhaustive) for x in ("v5e", "v6e", "tpu7x")]
 )
 def test_a_step_of_several_tiles_of_queries_writes_to_the_cache_where_it_is(generation: str) -> None:
-    for cache in (pages(64, 4, 128, batch=2), pages(128, 4, 128, batch=2, codec=Quantized("int8", "token_head"))):
-        assert step_temporaries(cache, generation, 512) <= 24 << 20  # queries, new tokens and outputs, some in float32
+    for cache in (pages(64, 1, 128, batch=2), pages(128, 1, 128, batch=2, codec=Quantized("int8", "token_head"))):
+        assert step_temporaries(cache, generation, 512) <= 1 << 20  # some queries, new tokens and outputs
 
 
 @pytest.mark.exhaustive
@@ -209,7 +209,8 @@ def step_temporaries(cache: Cache, generation: str, T: int, is_one_kernel: bool 
         output, cache = operation.step(query, key, key, cache, mask=Causal())
         return output.attention_outputs, cache
 
-    query, key = (jax.ShapeDtypeStruct((cache.batch, T, heads, 128), jnp.bfloat16) for heads in (16, 4))
+    K = cache.kv_heads
+    query, key = (jax.ShapeDtypeStruct((cache.batch, T, heads, 128), jnp.bfloat16) for heads in (4 * K, K))
     compiled = compile_for(step, (query, key, cache), generation, donated=(2,))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in cache.store._blocks().values())

@@ -113,7 +113,8 @@ def test_an_infinite_value_that_is_joined_to_its_key_is_no_score() -> None:
     key = jax.random.normal(jax.random.key(0), (1, 8, 1, 8))
     cache = cache.append(key, key.at[0, 3, 0, 2].set(jnp.inf))
     metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error")
-    out = OperationRegistry.create("attnops-tpu:flash", metadata)(key[:, -1:], cache, mask=Causal()).attention_outputs
+    operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+    out = jax.jit(lambda q, c: operation(q, c, mask=Causal()).attention_outputs)(key[:, -1:], cache)
     np.testing.assert_array_equal(np.isposinf(out[0, 0, 0]), np.arange(8) == 2)
     assert not np.isnan(out).any()
 
@@ -123,11 +124,13 @@ def test_16_bit_tokens_that_are_wider_than_the_lanes_are_interpreted() -> None:
     cache = PagedCache.create(batch=1, pages=2, page_size=16, max_pages=2, kv_heads=1, head_dim=128, table=[[1, 0]])
     key = jax.random.normal(jax.random.key(0), (1, 20, 1, 128), jnp.bfloat16)
     cache = cache.append(key, key)
-    native, kernel = (
-        OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform=name, interpret=name == "tpu"))(
-            key[:, -1:], cache, mask=Causal()
-        ).attention_outputs.astype(jnp.float32)
+    operations = (
+        OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform=name, interpret=name == "tpu"))
         for name in ("cpu", "tpu")
+    )
+    native, kernel = (
+        jax.jit(lambda q, c, f=f: f(q, c, mask=Causal()).attention_outputs.astype(jnp.float32))(key[:, -1:], cache)
+        for f in operations
     )
     np.testing.assert_allclose(kernel, native, rtol=2**-7, atol=2**-7)
 
@@ -154,9 +157,14 @@ def test_64_heads_on_one_are_right() -> None:
     query = jax.random.normal(jax.random.key(1), (5, 1, 64, 12))
     metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=16)
     mask = Causal() & KeyPadding(np.arange(60) != np.array([[0], [20], [0], [0], [35]]))
+
+    def run(name: str, metadata: OperationMetadata) -> jax.Array:
+        operation = OperationRegistry.create(name, metadata)
+        return jax.jit(lambda q, c: operation(q, c, mask=mask).attention_outputs)(query, cache)
+
     with target("v6e"):
-        out = OperationRegistry.create("attnops-tpu:flash", metadata)(query, cache, mask=mask).attention_outputs
-    native = OperationRegistry.create("vanilla", OperationMetadata())(query, cache, mask=mask).attention_outputs
+        out = run("attnops-tpu:flash", metadata)
+    native = run("vanilla", OperationMetadata())
     np.testing.assert_allclose(out, native, rtol=1e-5, atol=1e-6)
 
 
@@ -223,9 +231,10 @@ def test_packed_queries_of_fewer_tiles_than_the_cache_has_rows_have_their_own_va
     query, is_token = jax.random.normal(jax.random.key(1), (4, 1, 2, 8)), np.arange(32).reshape(4, 8) % 7 > 2
     packed, rows = query[jnp.array([3, 1]), 0][None], Rows([0, 1, 2], [3, 1])
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", interpret=True))
-    out = operation(packed, cache, mask=KeyPadding(is_token), rows=rows).attention_outputs
+    mask = KeyPadding(is_token)
+    out = jax.jit(lambda q, c: operation(q, c, mask=mask, rows=rows).attention_outputs)(packed, cache)
     vanilla = OperationRegistry.create("vanilla", OperationMetadata())
-    wanted = vanilla(query, key, key, mask=KeyPadding(is_token)).attention_outputs
+    wanted = jax.jit(lambda q, k: vanilla(q, k, k, mask=mask).attention_outputs)(query, key)
     np.testing.assert_allclose(out[0], wanted[jnp.array([3, 1]), 0], rtol=1e-5, atol=1e-6)
 
 

@@ -95,7 +95,8 @@ def test_packed_rows_transfer_their_pages_with_each_tile_of_queries(started: col
     operation = OperationRegistry.create("attnops-tpu:flash", metadata)
     # Of the first row one query, none of the second, of the last twelve in two tiles, of which one sees 36 keys.
     rows = Rows(np.array([1, 2, 3, 15]), np.array([0, 2, 3]))
-    out = operation(jnp.ones((1, 16, 4, D)), cache, mask=Causal(), rows=rows).attention_outputs
+    run = jax.jit(lambda query, cache: operation(query, cache, mask=Causal(), rows=rows).attention_outputs)
+    out = jax.block_until_ready(run(jnp.ones((1, 16, 4, D)), cache))
     np.testing.assert_allclose(out[0, :, 0, 0], [0.0, *[1.0] * 14, 0.0], rtol=1e-6)
     assert sorted(started.values()) == [4, 9 + 4 + 9 + 10]
 

@@ -53,18 +53,22 @@ def test_units_share_masks_and_unmasked_tiles_are_computed_whole_or_in_a_loop(ge
     cache = PagedCache.create(batch=2, pages=40, page_size=4, max_pages=20, kv_heads=2, head_dim=8, dtype=jnp.float32,
                               table=table)  # fmt: skip
     key, value = jax.random.normal(jax.random.key(0), shape), jax.random.normal(jax.random.key(1), shape)
-    cache = cache.append(key, value.at[1, 75:].set(jnp.nan), lengths=np.array([80, 70]))
+    append = jax.jit(lambda cache, *tokens: cache.append(*tokens, lengths=np.array([80, 70])))
+    cache = append(cache, key, value.at[1, 75:].set(jnp.nan))
     query = jax.random.normal(jax.random.key(2), (2, 32, 4, 8))
     metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=32)
     operation, vanilla = (OperationRegistry.create(*x) for x in
                           (("attnops-tpu:flash", metadata), ("vanilla", OperationMetadata())))  # fmt: skip
+    rows = Rows([0, 32, 35], [1, 0])
     with target(generation):
-        result = operation(query, cache, mask=mask, return_lse=True)
-        packed = operation(query.reshape(1, 64, 4, 8)[:, :35], cache, mask=mask, rows=Rows([0, 32, 35], [1, 0]))
-    wanted = vanilla(query, cache, mask=mask, return_lse=True)
+        result = jax.jit(lambda q, c: operation(q, c, mask=mask, return_lse=True))(query, cache)
+        run = jax.jit(lambda q, c: operation(q, c, mask=mask, rows=rows))
+        packed = run(query.reshape(1, 64, 4, 8)[:, :35], cache)
+    expected = jax.jit(lambda q, c: vanilla(q, c, mask=mask, return_lse=True))
+    wanted = expected(query, cache)
     np.testing.assert_allclose(result.attention_outputs, wanted.attention_outputs, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(result.logsumexp, wanted.logsumexp, rtol=1e-5, atol=1e-6)
-    of_rows = vanilla(query[::-1], cache, mask=mask).attention_outputs[1], query[1:, :3]
-    np.testing.assert_allclose(packed.attention_outputs[0, :32], of_rows[0], rtol=1e-5, atol=1e-6)
-    single = vanilla(jnp.concatenate([of_rows[1]] * 2), cache, mask=mask).attention_outputs[0]
+    of_row = expected(query[::-1], cache).attention_outputs[1]
+    np.testing.assert_allclose(packed.attention_outputs[0, :32], of_row, rtol=1e-5, atol=1e-6)
+    single = expected(jnp.concatenate([query[1:, :3]] * 2), cache).attention_outputs[0]
     np.testing.assert_allclose(packed.attention_outputs[0, 32:], single, rtol=1e-5, atol=1e-6)

@@ -96,9 +96,14 @@ def test_registers_of_16_sublanes(D: int, monkeypatch: pytest.MonkeyPatch) -> No
     q, k, v, d = np.random.default_rng(0).normal(size=(4, 1, 96, 2, D)).astype(np.float32)
     metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_q=32, block_k=32)
     flash = OperationRegistry.create("attnops-tpu:flash", metadata)
-    with target("tpu7x"):
+
+    @jax.jit
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, d: jax.Array) -> Any:
         out, pull_back = jax.vjp(lambda *qkv: flash(*qkv, mask=Causal()).attention_outputs, q, k, v)
-        result = pull_back(d)
+        return out, pull_back(d)
+
+    with target("tpu7x"):
+        out, result = both(q, k, v, d)
     seen = np.tri(96, dtype=bool)[None, None]
     np.testing.assert_allclose(out, attention(q, k, v, mask=seen).out, atol=5e-6)
     expected = attention_gradients(q, k, v, mask=seen, d_out=d).values

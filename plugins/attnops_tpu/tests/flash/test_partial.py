@@ -12,4 +12,4 @@ from attnops_testing.partial import check_partial
     "features", ["bias", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("plain", "dropout", "low"))]
 )
 def test_partial_softmaxes_merge_to_vanilla_over_all_keys(features: str) -> None:
-    check_partial("attnops-tpu:flash", "tpu", features, interpret=True, block_q=16, block_k=16)
+    check_partial("attnops-tpu:flash", "tpu", features, interpret=True, block_q=32, block_k=32)

@@ -40,6 +40,7 @@ class Binary:
         sequences: the names of the instructions of each innermost loop that has one of `PRODUCTS`, in the order of the
             code; empty on AMD.
         text: PTX; on AMD the assembly.
+        code: the machine code, disassembled; on AMD the assembly.
     """
 
     registers: int
@@ -48,6 +49,7 @@ class Binary:
     instructions: collections.Counter[str]
     sequences: tuple[tuple[str, ...], ...] = dataclasses.field(repr=False)
     text: str = dataclasses.field(repr=False)
+    code: str = dataclasses.field(repr=False)
 
     @property
     def loops(self) -> tuple[collections.Counter[str], ...]:
@@ -114,15 +116,18 @@ def _nvidia(program: CompiledKernel, arch: str, ptxas: Path | None) -> Binary:
         code = _run("nvdisasm", "-c", str(binary))
     registers = int(re.findall(r"REG:(\d+)", usage)[-1])
     local = sum(int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
-    lines = code.splitlines()
-    text = program.code.decode()
-    return Binary(registers, local, program.shared, collections.Counter(_names(lines)), _inner_loops(lines), text)
+    sequences = (_names(loop) for loop in innermost_loops(code))
+    return Binary(
+        registers, local, program.shared, collections.Counter(_names(code.splitlines())),
+        tuple(x for x in sequences if any(name in PRODUCTS for name in x)), program.code.decode(), code,
+    )  # fmt: skip
 
 
-def _inner_loops(lines: list[str]) -> tuple[tuple[str, ...], ...]:
-    """The names of the instructions of the innermost loops with products. A loop is the code between a backward branch
-    and its target.
+def innermost_loops(code: str) -> list[list[str]]:
+    """The lines of the innermost loops of disassembled code for NVIDIA's GPUs, in the order of the code. A loop is the
+    code between a backward branch and its target.
     """
+    lines = code.splitlines()
     labels: dict[str, int] = {}
     loops = []
     for i, line in enumerate(lines):
@@ -131,8 +136,7 @@ def _inner_loops(lines: list[str]) -> tuple[tuple[str, ...], ...]:
         if (match := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and labels.get(match[1], i) < i:
             loops.append((labels[match[1]], i))
     inner = [x for x in loops if not any(x != y and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
-    sequences = [_names(lines[first : last + 1]) for first, last in sorted(inner)]
-    return tuple(sequence for sequence in sequences if any(name in PRODUCTS for name in sequence))
+    return [lines[first : last + 1] for first, last in sorted(inner)]
 
 
 def _names(lines: list[str]) -> tuple[str, ...]:
@@ -151,7 +155,7 @@ def _amd(recipe: Recipe) -> Binary:
     names = (re.match(r"\s+([vs]_\w+|ds_\w+|buffer_\w+|global_\w+)", line) for line in text.splitlines())
     counted = collections.Counter(match[1] for match in names if match)
     return Binary(
-        figure("vgpr_count"), figure("vgpr_spill_count"), metadata["shared"], counted, (), text
+        figure("vgpr_count"), figure("vgpr_spill_count"), metadata["shared"], counted, (), text, text
     )  # fmt: skip
 
 

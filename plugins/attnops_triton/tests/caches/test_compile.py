@@ -14,7 +14,7 @@ import pytest
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal
 from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache
-from attnops_triton.aot import Binary, compile_for, kernels
+from attnops_triton.aot import Binary, compile_for, innermost_loops, kernels
 from attnops_triton.caches.plan import CacheTileSizes
 from attnops_triton.language.launch import Launched
 from attnops_triton.targets import SHARED_MEMORY
@@ -162,7 +162,7 @@ MOST = (("int8", 0.12), ("int4", 0.24))
 # (`benchmarks/triton_decode.py`).
 @pytest.mark.parametrize(
     ("case", "most"),
-    [(Case(), 0.03), *(pytest.param(Case(codec=x), most, marks=pytest.mark.slow) for x, most in MOST)],
+    [(Case(), 0.045), *(pytest.param(Case(codec=x), most, marks=pytest.mark.slow) for x, most in MOST)],
     ids=str,
 )
 def test_the_loop_of_a_step_loads_16_bytes_at_a_time_without_waiting(case: Case, most: float) -> None:
@@ -176,3 +176,53 @@ def test_the_loop_of_a_step_loads_16_bytes_at_a_time_without_waiting(case: Case,
     assert not binary.loop["LDL"] + binary.loop["STL"]
     loads = binary.loop["LDG"]
     assert loads <= 8, "keys or values are loaded to registers"
+
+
+def waits(launched: Launched, arch: str) -> list[tuple[int, list[int]]]:
+    """Of each loop over tiles, the one without a mask first: the groups of copies that a turn issues, and how many of
+    the latest may be incomplete at each wait.
+    """
+    loops = ("\n".join(loop) for loop in innermost_loops(compile_for(launched, arch).code))
+    found = [loop for loop in loops if "HMMA" in loop]
+    return [
+        (loop.count("LDGDEPBAR"), [int(x, 0) for x in re.findall(r" DEPBAR\.LE SB0, (0x\w+)", loop)]) for loop in found
+    ]
+
+
+RARE = [pytest.param(x, marks=pytest.mark.exhaustive) for x in (Case(page=64), Case(storage="dense"), Case(64))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("case", [Case(), Case(step=True), Case(codec="int8"), *RARE], ids=str)
+def test_a_tile_is_computed_while_the_next_one_is_copied(case: Case, arch: str) -> None:
+    (launched, *_) = case.kernels(arch)
+    if case.codec and arch == "sm_80":
+        assert launched.tiles.stages == 2  # its shared memory would hold one program only
+        return
+    found = waits(launched, arch)
+    assert len(found) == 2
+    for groups, incomplete in found:
+        assert groups >= 2, "keys and values are copied in a group each"
+        assert incomplete, "nothing waits for the copies"
+        assert min(incomplete) >= groups, (
+            f"a wait lets {min(incomplete)} of the next tile's {groups} groups be incomplete"
+        )
+
+
+@pytest.mark.slow
+def test_with_two_stages_there_is_one_buffer() -> None:
+    (launched, *_) = Case().kernels("sm_90")
+    launched = dataclasses.replace(launched, recipe=dataclasses.replace(launched.recipe, stages=2))
+    assert [min(incomplete) for _, incomplete in waits(launched, "sm_90")] == [0, 0]
+
+
+@pytest.mark.slow
+def test_on_amd_the_next_tile_is_loaded_before_the_products_of_a_tile_and_stored_after_them() -> None:
+    text = compile_for(Case().kernels("gfx942")[0], "gfx942").code
+    blocks = re.split(r"^(\.LBB\w+):", text, flags=re.MULTILINE)
+    labelled = zip(blocks[1::2], blocks[2::2], strict=True)
+    loop = next(x for label, x in labelled if "mfma" in x and re.search(rf"s_c?branch\w* {label}\b", x))
+    load, product, wait, store = (loop.index(x) for x in ("global_load_dwordx4", "v_mfma", "vmcnt", "ds_write"))
+    assert load < product < wait < store
+    assert loop[:store].count("v_mfma") >= 0.7 * loop.count("v_mfma")

@@ -214,3 +214,26 @@ def test_bfloat16_is_not_interpreted() -> None:
     operation = OperationRegistry.create("attnops-triton:flash", OperationMetadata(platform="cuda", interpret=True))
     request = operation.request(jax.ShapeDtypeStruct((1, 1, 1, 16), jnp.bfloat16), cache, mask=Causal())
     assert "bfloat16" in {reason.value for reason in in_place_reasons(operation, "gpu", request)}
+
+
+@pytest.mark.slow
+def test_pages_that_are_missing_among_others_are_not_seen() -> None:
+    table = jnp.asarray([[1, 2, -1, 4, 5, -1], [6, 7, 8, 9, 10, 11], [-1, 12, 13, 14, -1, 15]])
+    cache = PagedCache.create(
+        batch=3, pages=16, page_size=16, max_pages=6, kv_heads=1, head_dim=16, dtype=jnp.float32, table=table
+    )
+    tokens = jax.random.normal(jax.random.key(0), cache.store.key.shape).at[0].set(jnp.nan)  # of a page of no row
+    cache = dataclasses.replace(
+        cache, lengths=jnp.asarray([80, 96, 96]), store=dataclasses.replace(cache.store, key=tokens)
+    )
+    query = jax.random.normal(jax.random.key(1), (3, 1, 2, 16))
+    for mask in (None, Causal(), SlidingWindow(30, 0)):
+        got, expected = (
+            jax.jit(lambda q, c, o=o, mask=mask: o(q, c, mask=mask, return_lse=True))(query, cache)
+            for o in (
+                OperationRegistry.create("attnops-triton:flash", METADATA),
+                OperationRegistry.create("vanilla", OperationMetadata(platform="cpu")),
+            )
+        )
+        np.testing.assert_allclose(got.attention_outputs, expected.attention_outputs, atol=1e-5)
+        np.testing.assert_allclose(got.logsumexp, expected.logsumexp, atol=1e-5)

@@ -73,7 +73,8 @@ def full_row() -> Callable[[], None]:
 
 VALUE_FACTOR = "x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k"
 QUICK = {
-    "a page is read one too far": (WINDOW, "page = slot // options.page", "page = slot // options.page + 1"),
+    "a page is read one too far": (WINDOW, "bk)) // options.page", "bk)) // options.page + 1"),
+    "a tile is read from the page of the one before": (WINDOW, "entry = after", "pass"),
     "masked scores are not": (WINDOW, 's = tl.where(ok, s, float("-inf"))', "pass"),
     "a split is left out of the denominator": (PACKED, "mask=each < n.splits,", "mask=each < n.splits - 1,"),
     "a split is left out of the sums": (PACKED, "mask=some < n.splits,", "mask=some < n.splits - 1,"),
@@ -85,7 +86,8 @@ QUICK = {
     "the last tile has no end": (STEP, "ok = (tile.slot < n.S)[None, :] & ok", "pass"),
 }  # fmt: skip
 SLOW = {
-    "pages are those of another row": (PACKED, "row.to(tl.int64) * n.pages", "(row * 0).to(tl.int64) * n.pages"),
+    "pages are those of another row": (PACKED, "program.row.to(tl.int64) * n.pages + tl", "tl"),
+    "a query sees a slot too many": (STEP, "kv < values[1]", "kv <= values[1]"),
     "a tile of a split is left out": (STEP, "each = (stop - first + n.splits - 1)", "each = (stop - first)"),
     "splits of packed rows are a tile apart": (PACKED, "(split + 1) * each", "(split + 1) * each - 1"),
     "splits have the weights of their own maximum": (PACKED, "tl.exp2((some_m - below)", "tl.exp2((some_m - some_m)"),

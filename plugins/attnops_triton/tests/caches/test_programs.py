@@ -113,6 +113,17 @@ def test_one_program_serves_all_lengths_fill_states_and_batches_of_more_than_one
 
 
 @pytest.mark.slow
+def test_causal_masks_and_windows_of_any_width_have_one_program() -> None:
+    found = set()
+    q, _ = arrays()
+    for mask in (None, Causal(), SlidingWindow(7, 0), Causal() & SlidingWindow(30, 2)):
+        with splits(1):
+            call = lambda q, c, mask=mask: OPERATION(q, c, mask=mask).attention_outputs  # noqa: E731
+            found |= {x.recipe for x in kernels(call, (q, paged()), "sm_90")}
+    assert len(found) == 1
+
+
+@pytest.mark.slow
 def test_one_program_merges_the_splits_of_kernels_with_other_pages_masks_and_steps() -> None:
     found = set()
     q, k = arrays()

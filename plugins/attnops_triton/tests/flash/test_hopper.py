@@ -24,14 +24,13 @@ from specialised_kernels import (
     specialised,
     told,
 )
-from triton_assemblers import ASSEMBLERS
 from triton_mistakes import with_mistakes
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Dense, Mask, Segments, SlidingWindow
 from attnops_testing import attention, attention_gradients
 from attnops_triton import versions
-from attnops_triton.aot import compile_for, kernels
+from attnops_triton.aot import kernels
 from attnops_triton.flash import plan
 from attnops_triton.flash.order import unordered
 from attnops_triton.flash.specialised import CallFacts, why_plain
@@ -297,22 +296,6 @@ def test_what_jaxlib_gets_has_the_order_of_the_code(dtype: str, monkeypatch: pyt
         expected = [(*block[:-1], min(block[-1], widest.get(name, block[-1])))
                     for name in kernel.pointers if (block := blocks.get(name)) is not None]  # fmt: skip
         assert [block for _, block in given if block] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("D", [pytest.param(64, marks=pytest.mark.exhaustive), 128, 256])
-def test_exponentials_run_while_weights_are_multiplied(D: int) -> None:
-    """The forward kernel waits for the scores, computes their exponentials, and then waits for the product with values,
-    in every assembler's code: an assembler that moves the second wait up loses the overlap.
-    """
-    (forward, *_) = launched(D, None, 4096)
-    for ptxas in ASSEMBLERS:
-        loops = [x for x in compile_for(forward, "sm_90", ptxas).sequences if "MUFU" in x]
-        assert len(loops) == 2, "of the two partitions that compute"
-        for loop in loops:
-            exponentials = loop.count("MUFU")
-            before_the_last_wait = loop[: len(loop) - loop[::-1].index("DEPBAR")].count("MUFU")
-            assert before_the_last_wait > 0.9 * exponentials, f"{before_the_last_wait} of {exponentials} overlap"
 
 
 def test_what_jaxlib_gets_for_a_tensor_map() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from triton_assemblers import ASSEMBLERS
@@ -88,14 +89,62 @@ def test_programs_are_in_a_version_of_ptx_that_both_assemblers_read(arch: str, p
 def test_a_gpu_and_an_assembler_that_do_not_fit_are_a_reason(
     arch: str, release: tuple[int, int] | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reasons = reasons_on(monkeypatch, arch, release, driver=None, plugin="jax_cuda13_plugin")
+    assert len(reasons) == bool(message)
+    assert message in "".join(reasons)
+
+
+@pytest.mark.parametrize(
+    ("release", "driver", "plugin", "message"),
+    [
+        ((13, 1), (12, 8), "jax_cuda12_plugin", "the driver is of CUDA 12.8, which may refuse code of a newer major"),
+        ((13, 1), (12, 8), "jax_cuda13_plugin", "put the folder of a ptxas of CUDA 12 first in PATH, or update the"),
+        ((13, 1), None, "jax_cuda12_plugin", "jaxlib's plugin is jax_cuda12_plugin"),
+        # The driver loads code of its own major release and of older ones.
+        ((13, 1), (13, 0), "jax_cuda12_plugin", ""),
+        ((12, 9), (13, 0), "jax_cuda13_plugin", ""),
+        ((12, 9), (12, 2), "jax_cuda12_plugin", ""),
+        ((12, 9), None, "jax_cuda13_plugin", ""),
+        ((13, 1), None, None, ""),
+    ],
+)
+def test_an_assembler_of_a_newer_major_release_than_the_driver_is_a_reason(
+    release: tuple[int, int], driver: tuple[int, int] | None, plugin: str | None, message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    reasons = reasons_on(monkeypatch, "sm_90", release, driver, plugin)
+    assert len(reasons) == bool(message)
+    assert message in "".join(reasons)
+
+
+def test_the_release_of_the_driver_is_read_from_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        def __init__(self, version: int, error: int) -> None:
+            self.version, self.error = version, error
+
+        def cuDriverGetVersion(self, target: Any) -> int:
+            target._obj.value = self.version
+            return self.error
+
+    for version, error, expected in ((12040, 0, (12, 4)), (13000, 0, (13, 0)), (0, 100, None)):
+        library = Library(version, error)
+        monkeypatch.setattr(assembler.ctypes, "CDLL", lambda _, library=library: library)
+        assert assembler.driver.__wrapped__() == expected
+
+
+def reasons_on(
+    monkeypatch: pytest.MonkeyPatch, arch: str, release: tuple[int, int] | None, driver: tuple[int, int] | None,
+    plugin: str | None,
+) -> list[str]:  # fmt: skip
+    """The reasons against a call on a machine with this GPU, assembler, driver and plugin of jaxlib."""
     monkeypatch.setattr(compat, "device_arch", lambda: arch)
     monkeypatch.setattr(assembler, "find", lambda: release and Assembler(Path("/usr/local/cuda/bin/ptxas"), release))
+    monkeypatch.setattr(assembler, "driver", lambda: driver)
+    monkeypatch.setattr(assembler, "_plugin", lambda: (plugin and Path(plugin), *assembler.PLUGINS[0][1:]))
     platform = "rocm" if arch.startswith("gfx") else "cuda"
     operation = OperationRegistry.create("attnops-triton:flash", OperationMetadata(platform=platform))
     request = AttentionRequest(
         platform=platform, batch=1, query_length=64, key_length=64, heads=2, kv_heads=2, head_dim=64,
         value_head_dim=64, dtypes=("bfloat16",) * 3,
     )  # fmt: skip
-    reasons = [str(reason) for reason in operation.reasons(request)]
-    assert len(reasons) == bool(message)
-    assert message in "".join(reasons)
+    return [str(reason) for reason in operation.reasons(request)]

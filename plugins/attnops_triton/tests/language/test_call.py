@@ -99,6 +99,15 @@ def test_on_a_cpu_the_error_says_how_to_run_it_there() -> None:
         copy.lower(X)
 
 
+@pytest.mark.parametrize(("arch", "plugin"), [("sm_90", "jax-cuda13-plugin"), ("gfx942", "jax-rocm7-plugin")])
+def test_without_a_launcher_the_error_names_the_plugin_that_has_it(
+    arch: str, plugin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(gpu_triton, "TritonKernel")
+    with pytest.raises(ModuleNotFoundError, match=f"pip install --no-deps {plugin}==0"):
+        lowered(arch)
+
+
 def test_without_a_gpu_or_a_target_the_error_names_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "device_arch", lambda: "")
     with pytest.raises(ValueError, match=r"this machine has none: use `with attnops_triton.targets.target"):

@@ -8,15 +8,18 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import triton.language as tl
 from jax import lax
 
 from attnops.kernels import FlashCall, describe, one_by_one
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import without_table
 from attnops_triton.caches import operands
+from attnops_triton.caches.intervals import interval
 from attnops_triton.caches.kernels.attention import attnops_ragged
 from attnops_triton.caches.kernels.codec import assembly
 from attnops_triton.caches.kernels.result import attnops_ragged_merge
+from attnops_triton.caches.kernels.scores import within
 from attnops_triton.caches.parameters import Arrays, Sizes, Tokens
 from attnops_triton.caches.plan import CachePlan, features
 from attnops_triton.caches.schedule import schedule
@@ -25,7 +28,7 @@ from attnops_triton.flash.operands import Operand
 from attnops_triton.language.compat import device_arch
 from attnops_triton.language.launch import launch_any
 from attnops_triton.language.source import KernelFunction
-from attnops_triton.language.translate import describe_values, mask_function, score_function
+from attnops_triton.language.translate import Value, describe_values, mask_function, score_function
 from attnops_triton.targets import current
 
 CacheType = TypeVar("CacheType", bound=StoredCache)
@@ -39,12 +42,15 @@ def cached_attention(
     ``call`` has slots as keys; its key and value have shape and dtype only.
     """
     assert call.mask is not None
-    given = call.mask
-    call = operands.fitted(call.replace(mask=without_table(given)[0]))
-    plan = make_plan(call, cache, wants_lse, 0 if new is None else call.query.shape[1])
-    arrays = {"q": call.query} | operands.store_arrays(cache) | operands.score_arrays(plan, call)
-    items = schedule(plan, given, cache.lengths, new)
-    arrays |= {name: x for name, x in items._asdict().items() if x is not None}
+    mask = without_table(call.mask)[0]
+    batch, T = call.query.shape[:2]
+    seen = interval(mask, (batch, T, cache.length)) if batch == cache.batch else None
+    call = operands.fitted(call.replace(mask=None if seen is not None else mask))
+    plan = make_plan(call, cache, wants_lse, seen is not None, new is not None)
+    arrays = {"q": call.query} | operands.store_arrays(cache) | operands.score_arrays(plan, call, seen)
+    items = schedule(plan, mask, seen, cache.lengths, new)
+    arrays |= {f"ranges{i}": x for i, x in enumerate(items.ranges)}
+    arrays |= {name: x for name in ("row", "tile") if (x := getattr(items, name)) is not None}
     if new is not None:
         arrays |= operands.token_arrays(cache, new)
     results = _run(plan, arrays)
@@ -54,8 +60,16 @@ def cached_attention(
     return results["out"], results.get("lse"), cache
 
 
-def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int) -> CachePlan:
-    """The plan of a call; ``writes`` is the most new tokens per row."""
+def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, by_interval: bool, writes: bool) -> CachePlan:
+    """The plan of a call.
+
+    Args:
+        call: the call.
+        cache: the cache.
+        wants_lse: whether the call returns the logsumexp.
+        by_interval: whether the kernel has the mask as an `Interval`.
+        writes: whether it writes new tokens.
+    """
     (batch, T, H, D), metadata, store = call.query.shape, call.metadata, cache.store
     is_packed = batch == 1 and cache.batch > 1
     S, K, Dv = cache.length, cache.kv_heads, cache.value_head_dim
@@ -70,20 +84,20 @@ def make_plan(call: FlashCall, cache: StoredCache, wants_lse: bool, writes: int)
     in_order = is_packed and current_splits() > 0
     # Tile sizes must not depend on T then: products of other sizes may be summed in another order.
     rows = rows_of(metadata.block_q, 1 << 20 if in_order else T, H // K, max(D, Dv), bool(codec), arch)
-    tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k)
+    tiles = choose(arch, dtype, (D, Dv), rows, metadata.block_k, bool(codec))
     content = store.layout.content
     packed = 1 if codec is None else codec.per_element
     key_features, value_features = features(D, Dv, store.layout.width, content, dtype, packed)
-    new_blocks = 1 if writes == 1 or not page else (writes - 1) // page + 2
     plan = CachePlan(
         B=cache.batch, T=T, S=S, H=H, K=K, D=D, Dv=Dv, keys=key_features, values=value_features, tiles=tiles,
         is_even=S % tiles.bk == 0, is_packed=is_packed, in_order=in_order, page=page, pages=pages,
         blocks=store.own_blocks, is_joined=content == "joined", is_latent=content == "latent", stored=stored,
         scales="" if codec is None else codec.scales, dtype=dtype, out_dtype=call.query.dtype.name,
         assembly=assembly(stored, dtype, arch), scale=float(call.scale),
-        tf32=dtype == "float32" and metadata.precision == lax.Precision.DEFAULT, new_blocks=new_blocks if writes else 0,
-        mask=None if scoring.mask is None else mask_function(scoring.mask, scoring.dense),
-        score=score_function(scoring.bias, scoring.cap), masks=describe_values(scoring.mask),
+        tf32=dtype == "float32" and metadata.precision == lax.Precision.DEFAULT, writes=writes,
+        mask=within if by_interval else mask_function(scoring.mask, scoring.dense),  # type: ignore[arg-type]
+        score=score_function(scoring.bias, scoring.cap),
+        masks=(Value(True, False, "q", tl.int32),) * 2 if by_interval else describe_values(scoring.mask),
         biases=describe_values(scoring.bias),
         has_bias=scoring.has_bias, scoring=scoring, wants_lse=wants_lse, arch=arch, interpret=metadata.interpret,
     )  # fmt: skip
@@ -100,7 +114,7 @@ def operand_dtype(query: str, cache: str, has_codec: bool) -> str:
 @one_by_one
 def _run(plan: CachePlan, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The outputs by name: "out", "lse" if wanted, and "key_out", … for the arrays of the cache that are written."""
-    written = [name for name in Tokens._fields if f"new_{name}" in arrays]
+    written = [name for name in Tokens._fields if name in arrays and f"new_{name}" in arrays]
     is_split = plan.splits > 1
     outputs = _partial_outputs(plan) if is_split else _outputs(plan)
     aliases = {} if is_split else _initialised(plan, arrays)
@@ -127,7 +141,7 @@ def _launch(
     for group, text in {"stored": "{}", "new": "new_{}", "written": "{}_out"}.items():
         tokens = map(text.format, Tokens._fields)
         named[group] = Tokens(*(name if name in names else None for name in tokens))
-    for group in ("mask", "dense", "bias"):
+    for group in ("mask", "dense", "bias", "ranges"):
         # By number: a program's dictionaries have "mask10" before "mask2".
         found = (x for x in names if re.fullmatch(rf"{group}\d+", x))
         named[group] = tuple(sorted(found, key=lambda x: (len(x), x)))
@@ -144,7 +158,7 @@ def _launch(
     kernel = KernelFunction(function, Arrays(**named), Sizes(**fields), plan.options(merged))
     inputs = [Operand(name, arrays[name]) for name in kernel.pointers if name in arrays]
     outputs = {name: outputs[name] for name in kernel.pointers if name in outputs}
-    bits = ("key", "value", "key_out", "value_out", "new_key", "new_value")
+    bits = ("key", "value", "key_out", "value_out")
     stored = {} if plan.scales else dict.fromkeys(bits, plan.stored)
     integers = tuple(sizes[name] for name in kernel.integers)
     return launch_any(plan, plan.tiles, kernel, integers, inputs, outputs, programs, frozenset(), aliases, stored)

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops.masks import Blocks, Dense
 from attnops_caches import NewTokens, PagedCache, StoredCache
+from attnops_triton.caches.intervals import Interval
 from attnops_triton.caches.parameters import Tokens
 from attnops_triton.caches.plan import CachePlan
 from attnops_triton.flash.bits import is_translatable
@@ -33,11 +35,13 @@ def _widened(x: Any) -> Any:
     return x.astype(jnp.float32) if getattr(x, "dtype", None) == jnp.bfloat16 else x
 
 
-def score_arrays(plan: CachePlan, call: FlashCall) -> dict[str, jax.Array]:
+def score_arrays(plan: CachePlan, call: FlashCall, seen: Interval | None) -> dict[str, jax.Array]:
     """The kernel's arrays for mask, bias and sinks, by parameter."""
     shape = (1 if plan.is_packed else plan.B), plan.H, plan.T, plan.key_axis
     found: dict[str, jax.Array] = {}
-    if plan.mask is not None:
+    if seen is not None:
+        found |= {"mask0": seen.first, "mask1": seen.stop}
+    elif plan.mask is not None:
         function, leaves, given = of_mask(call.mask, by_row=True)  # type: ignore[arg-type]
         found |= {f"mask{i}": _in_32_bits(x) for i, x in enumerate(function.compute(leaves, shape))}
         found |= {f"dense{i}": jnp.asarray(x).astype(jnp.int8) for i, x in enumerate(given)}
@@ -63,7 +67,16 @@ def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
 
 
 def token_arrays(cache: StoredCache, new: NewTokens) -> dict[str, jax.Array]:
-    """The new tokens, the slot of each row's first one, how many of them fit, and their blocks."""
-    found = {f"new_{name}": x for name, x in new.tokens.items()}
-    blocks = (new.blocks + cache.store.base).astype(jnp.int32)
-    return found | {"new_first": new.first, "new_size": new.size, "new_blocks": blocks}
+    """The new tokens, keys and values apart, [B, T, K, d]; the slot after each row's last one, and how many of it fit.
+
+    They are as the caller gave them, unless a codec stores them in another form: XLA leaves out what joined them.
+    """
+    layout, tokens = cache.store.layout, new.tokens
+    found = {f"new_{name}": x for name, x in tokens.items() if name.endswith("_scale")}
+    parts = {"key": layout.key_of(tokens["key"])}
+    if layout.content != "latent":
+        parts["value"] = layout.value_of(tokens["key"], tokens.get("value"))
+    for name, x in parts.items():
+        bits = x if cache.codec or x.dtype == cache.dtype else lax.bitcast_convert_type(x, cache.dtype)
+        found[f"new_{name}"] = bits.swapaxes(1, 2)
+    return found | {"new_stop": new.first + new.size, "new_size": new.size}

@@ -26,13 +26,12 @@ class Arrays(NamedTuple):
     bias: tuple[Any, ...] = ()
     array: Any = None
     sinks: Any = None
-    ranges: Any = None
+    ranges: tuple[Any, ...] = ()
     row: Any = None
     tile: Any = None
     new: Tokens = Tokens()
-    new_first: Any = None
+    new_stop: Any = None
     new_size: Any = None
-    new_blocks: Any = None
     # Initial values of outputs, which are written in their place.
     out_before: Any = None
     lse_before: Any = None

@@ -76,8 +76,9 @@ class KernelOptions:
     masks: tuple[Value, ...]  # the values of the mask and of the bias
     biases: tuple[Value, ...]
     has_bias: bool
-    new_blocks: int  # blocks per row in which new tokens may lie; 0 if none are written
+    writes: bool  # whether new tokens are written
     kept: ClassVar[float] = 1.0  # a factor of weights; only in kernels with dropout it is not 1
+    scanned: ClassVar[int] = 256  # entries of the table that are looked at together
     merged: int = 0  # in the kernel that merges splits: a power of two that is not below their number
 
     @property
@@ -104,6 +105,11 @@ class KernelOptions:
     def by_page(self) -> bool:
         """Whether a tile of keys lies in one page."""
         return self.page > 0 and self.page % self.tiles.bk == 0
+
+    @property
+    def per_element(self) -> int:
+        """Features in an element of the cache's arrays."""
+        return 2 if self.stored == "int4" else 1
 
     @property
     def by_token(self) -> bool:
@@ -201,7 +207,7 @@ class CachePlan(KernelOptions):
         unused: dict[str, Any] = {
             "D": 0, "keys": none, "values": none, "is_even": True, "in_order": False, "page": 0, "is_joined": False,
             "is_latent": False, "stored": "", "scales": "", "assembly": None, "dtype": "", "tf32": False, "mask": None,
-            "score": None, "masks": (), "biases": (), "has_bias": False, "new_blocks": 0,
+            "score": None, "masks": (), "biases": (), "has_bias": False, "writes": False,
         }  # fmt: skip
         tiles = dataclasses.replace(self.tiles, bk=0)
         return KernelOptions(**fields | unused | {"tiles": tiles, "scale": self.score_unit, "merged": merged})

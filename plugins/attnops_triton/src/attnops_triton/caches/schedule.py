@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from attnops.kernels import merged
 from attnops.masks import And, Coverage, Mask, Segments, block_map
 from attnops_caches import NewTokens
+from attnops_triton.caches.intervals import Interval, of_tiles
 from attnops_triton.caches.plan import CachePlan
 from attnops_triton.flash.plan import cdiv
 
@@ -19,26 +20,31 @@ class ItemSchedule(NamedTuple):
     """What the kernel needs to know of each item; int32.
 
     Attributes:
-        ranges: [items, 5]: start and stop of the tiles that an item reads; start and stop of those that need no mask;
-            and tiles per split, 0 if start and stop determine it.
+        ranges: [items] each: start and stop of the tiles that an item reads; start and stop of those that need no mask;
+            and, with `KernelOptions.in_order`, tiles per split.
         row: [items], for packed rows: the row of the cache that an item reads; else None.
         tile: [items], for packed rows: an item's tile of queries; else None.
     """
 
-    ranges: jax.Array
+    ranges: tuple[jax.Array, ...]
     row: jax.Array | None
     tile: jax.Array | None
 
 
-def schedule(plan: CachePlan, mask: Mask, lengths: jax.Array, new: NewTokens | None = None) -> ItemSchedule:
+def schedule(
+    plan: CachePlan, mask: Mask, seen: Interval | None, lengths: jax.Array, new: NewTokens | None = None
+) -> ItemSchedule:
     """The schedule of a call: tiles from the first to the last with a key that a query of the item may see.
 
     Args:
         plan: the plan of the call.
-        mask: the bound mask, with slots as keys.
+        mask: the bound mask, with slots as keys, as if every page were in the table.
+        seen: the same as intervals, if the kernel has it so.
         lengths: the lengths of the cache's rows.
         new: the tokens that the kernel writes; their tiles are read even if no query sees them.
     """
+    if seen is not None:
+        return ItemSchedule(_ranges_of(plan, seen, new), None, None)
     tiles = _tiles(plan, mask, plan.B * plan.S if plan.is_packed else plan.S)
     if not plan.is_packed:
         active, full = (jnp.broadcast_to(x, (plan.B, *x.shape[1:])).reshape(plan.items, -1) for x in tiles)
@@ -46,7 +52,7 @@ def schedule(plan: CachePlan, mask: Mask, lengths: jax.Array, new: NewTokens | N
             start = jnp.arange(plan.nk, dtype=jnp.int32) * plan.tiles.bk
             first, stop = new.first[:, None], (new.first + new.size)[:, None]
             active |= (first < stop) & (start < stop) & (first < start + plan.tiles.bk)
-        return ItemSchedule(_ranges(active, full, jnp.zeros(plan.items, jnp.int32)), None, None)
+        return ItemSchedule(_ranges(active, full), None, None)
     active, full = (x.reshape(plan.nq * plan.B, plan.nk) for x in tiles)
     # Pairs of a tile of queries and a row with queries in it.
     has_some, none = active.any(1) & _is_own(plan, mask), plan.nq * plan.B
@@ -55,10 +61,27 @@ def schedule(plan: CachePlan, mask: Mask, lengths: jax.Array, new: NewTokens | N
     row = pairs % plan.B
     if plan.in_order:
         full = jnp.zeros_like(full)
-    # A split is a share of the tiles up to the row's last token.
-    by_split = plan.tiles.bk * plan.splits
-    each = (jnp.clip(lengths, 0, plan.S)[row] + by_split - 1) // by_split * plan.in_order
-    return ItemSchedule(_ranges(active[pairs] & exists[:, None], full[pairs], each), row, pairs // plan.B)
+    ranges = _ranges(active[pairs] & exists[:, None], full[pairs])
+    if plan.in_order:
+        # A split is a share of the tiles up to the row's last token.
+        by_split = plan.tiles.bk * plan.splits
+        ranges += (((jnp.clip(lengths, 0, plan.S)[row] + by_split - 1) // by_split).astype(jnp.int32),)
+    return ItemSchedule(ranges, row, pairs // plan.B)
+
+
+def _ranges_of(plan: CachePlan, seen: Interval, new: NewTokens | None) -> tuple[jax.Array, ...]:
+    """`ItemSchedule.ranges` from the slots that each query sees."""
+    some, every = of_tiles(seen, plan.bq)
+    first, stop = some
+    if new is not None:
+        begin, end = new.first[:, None], (new.first + new.size)[:, None]
+        first = jnp.where(begin < end, jnp.minimum(first, begin), first)
+        stop = jnp.where(begin < end, jnp.maximum(stop, end), stop)
+    unit = plan.tiles.bk.bit_length() - 1
+    up = plan.tiles.bk - 1
+    # The last tile of a row may reach beyond its slots, and then needs a mask.
+    parts = first >> unit, (stop + up) >> unit, (every.first + up) >> unit, every.stop >> unit
+    return tuple(x.reshape(plan.items).astype(jnp.int32) for x in parts)
 
 
 def _is_own(plan: CachePlan, mask: Mask) -> jax.Array:
@@ -88,12 +111,12 @@ def _tiles(plan: CachePlan, mask: Mask, keys: int) -> tuple[jax.Array, jax.Array
     return active, full
 
 
-def _ranges(active: jax.Array, full: jax.Array, each: jax.Array) -> jax.Array:
-    """`ItemSchedule.ranges` from booleans [items, nk] and from the tiles per split [items]."""
+def _ranges(active: jax.Array, full: jax.Array) -> tuple[jax.Array, ...]:
+    """`ItemSchedule.ranges` from booleans [items, nk]."""
     n = active.shape[1]
     some, first = active.any(1), active.argmax(1)
     stop = jnp.where(some, n - active[:, ::-1].argmax(1), first)
     full_start = jnp.where(full.any(1), full.argmax(1), n)
     breaks = (jnp.arange(n) >= full_start[:, None]) & ~full
     full_stop = jnp.where(breaks.any(1), breaks.argmax(1), n)
-    return jnp.stack([first, stop, full_start, full_stop, each], 1).astype(jnp.int32)
+    return tuple(x.astype(jnp.int32) for x in (first, stop, full_start, full_stop))

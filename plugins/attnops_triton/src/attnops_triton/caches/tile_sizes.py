@@ -24,6 +24,8 @@ _LEAST_ROWS: Final = 16
 
 # With this much shared memory or less tiles are smaller: consumer GPUs.
 _SMALL: Final = 100 << 10
+# More than this holds two programs with two buffers of 8-bit tokens.
+_TWICE: Final = 216 << 10
 
 # Part of the key of JAX's cache of traced functions.
 _SPLITS: TraceContext[int] = TraceContext("attnops-triton:splits", 0)
@@ -71,9 +73,18 @@ def rows_of(block_q: int | None, T: int, G: int, dim: int, has_codec: bool, arch
     return min(max(_LEAST_ROWS, 1 << (wanted - 1).bit_length()), most)
 
 
-def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int | None) -> CacheTileSizes:
-    """The tiles of a call: ``arch`` is empty for the interpreter, ``dtype`` that of operands, ``dims`` are D and Dv,
-    ``rows`` those of a tile of scores, and ``block_k`` is the metadata's.
+def choose(
+    arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int | None, has_codec: bool = False
+) -> CacheTileSizes:
+    """The tiles of a call.
+
+    Args:
+        arch: the target architecture; empty for the interpreter.
+        dtype: the dtype of operands.
+        dims: D and Dv.
+        rows: rows of a tile of scores.
+        block_k: the metadata's ``block_k``; None for the table's.
+        has_codec: whether tokens are stored in 8 bits.
     """
     dim, shared = max(dims), SHARED_MEMORY[known(arch)] if arch else 0
     if dtype == "float32":
@@ -85,13 +96,17 @@ def choose(arch: str, dtype: str, dims: tuple[int, int], rows: int, block_k: int
         return CacheTileSizes(rows, block_k or bk, 4 if is_few or is_amd(arch) else 8, 2)
     if dim > 128 and shared <= 64 << 10:
         return CacheTileSizes(rows, block_k or 32, 4, 2)
-    # With few queries a larger tile needs fewer warp instructions per key: 11.1 instead of 13.5 at D 128 on sm_90.
-    is_large = rows <= 32 and (dim <= 64 or (dim == 128 and shared > _SMALL))
+    # With few queries memory bounds a call: while a tile is computed the next one is copied to a second buffer, if
+    # shared memory then holds two programs. NVIDIA's GPUs need three stages for it, AMD's two. Tokens of 8 bits have
+    # large tiles at D 128 too, for 2/3 of the instructions per key; beside two of them a program has one in 16 bits.
+    is_few = rows <= 32 and dim <= 128 and shared > _SMALL
+    is_large = rows <= 32 and (dim <= 64 or (is_few and has_codec))
+    has_two = is_few and not is_amd(arch) and (shared > _TWICE or not has_codec)
     # A warp group (4 warps) computes products of 64 rows on these; elsewhere 4 warps would spill.
     warps = 4 if rows < 64 or is_amd(arch) or arch in ("sm_90", "sm_100") else 8
     # By default ptxas 12.9 uses 128 registers and spills. Shared memory holds two programs, whatever their registers.
     registers = 255 if arch == "sm_120" and dim <= 128 else 0
-    return CacheTileSizes(rows, block_k or (128 if is_large else 64), warps, 2, registers=registers)
+    return CacheTileSizes(rows, block_k or (128 if is_large else 64), warps, 3 if has_two else 2, registers=registers)
 
 
 def split_count(arch: str, programs: int, tiles: int) -> int:

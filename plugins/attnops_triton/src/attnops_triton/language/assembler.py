@@ -6,6 +6,7 @@ in NVIDIA's wheel for the installed plugin, and in the environment of conda.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -45,22 +46,46 @@ def find() -> Assembler | None:
     return _find(os.environ.get("PATH", ""), _plugin()[0])
 
 
+@functools.cache
+def driver() -> tuple[int, int] | None:
+    """The release of CUDA that the driver is of, such as (12, 9); None without a driver."""
+    version = ctypes.c_int()
+    try:
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
 def reasons(arch: str) -> Iterable[Reason]:
-    """Reasons why this machine can't assemble kernels for its GPU.
+    """Reasons why this machine can't assemble kernels for its GPU, or load what was assembled.
+
+    Code of an older release than the driver's is loaded. That of a newer major release may be refused: it is compared
+    with the driver's, or, if that is unknown, with that of jaxlib's plugin.
 
     Args:
         arch: an NVIDIA architecture, such as ``"sm_90"``.
     """
-    found, first = find(), first_cuda(arch)
-    wheel = _plugin()[2]
+    found, first, runs = find(), first_cuda(arch), driver()
+    plugin, _, wheel = _plugin()
     install = f"pip install '{wheel}>={_text(first)}'"
     if found is None:
         yield Reason("ptxas", "not found", "jaxlib assembles the kernels with it", install)
-    elif found.release < first:
+        return
+    given = f"of CUDA {_text(found.release)} in {found.path.parent}"
+    if found.release < first:
         yield Reason(
-            "ptxas", f"of CUDA {_text(found.release)} in {found.path.parent}",
-            f"{arch} needs that of CUDA {_text(first)} or later",
+            "ptxas", given, f"{arch} needs that of CUDA {_text(first)} or later",
             f"{install}, and put its folder first in PATH, which jaxlib searches before the wheels",
+        )  # fmt: skip
+    named = re.search(r"cuda(\d+)", plugin.name if plugin else "")
+    known = (runs[0], f"the driver is of CUDA {_text(runs)}") if runs else None
+    known = known or (named and (int(named[1]), f"jaxlib's plugin is {named.string}"))
+    if known and found.release[0] > known[0]:
+        yield Reason(
+            "ptxas", given, f"{known[1]}, which may refuse code of a newer major release",
+            f"put the folder of a ptxas of CUDA {known[0]} first in PATH" + (", or update the driver" if runs else ""),
         )  # fmt: skip
 
 

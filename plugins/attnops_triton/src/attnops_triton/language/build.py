@@ -47,6 +47,14 @@ class Recipe:
     arch: str  # such as ``"sm_90"``
     registers: int = 0  # the most registers per thread; 0 leaves the number to the assembler. Only for NVIDIA GPUs
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Calls outside of `jax.jit` look a recipe up, whose options have hundreds of fields."""
+        return hash(tuple(getattr(self, x.name) for x in dataclasses.fields(self)))
+
     def key(self) -> str:
         """A unique name of the program: a hash of this recipe and of the versions of the compilers."""
         parts = (
@@ -126,7 +134,14 @@ def compiled(recipe: Recipe) -> CompiledKernel:
     # Specialised kernels have more threads than ``warps`` says.
     threads = int(re.findall(r"\.reqntid (\d+)", modules["ptx"])[0])
     maps = tuple((x["swizzle"], tuple(x["block_size"])) for x in metadata.get("tensordesc_meta") or ())
-    return CompiledKernel(metadata["name"], threads, metadata["shared"], maps, modules["ptx"].encode())
+    return CompiledKernel(metadata["name"], threads, metadata["shared"], maps, stripped(modules["ptx"]).encode())
+
+
+def stripped(ptx: str) -> str:
+    """PTX without comments, indentation, line numbers and debugging sections: jaxlib hashes it at each launch."""
+    ptx = re.sub(r"\.section\s+\.debug\w*\s*\{[^{}]*\}", "", ptx)
+    lines = (re.sub(r"//.*|^\s*\.(?:loc|file)\s.*", "", line).strip() for line in ptx.splitlines())
+    return "\n".join(filter(None, lines)) + "\n"
 
 
 def _map_type(block: tuple[int, ...], dtype: str) -> str:

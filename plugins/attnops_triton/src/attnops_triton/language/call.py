@@ -92,7 +92,7 @@ def _lower(
     if not hasattr(launcher, "TritonKernel"):
         raise ModuleNotFoundError(
             "jaxlib's launcher of Triton kernels is missing: pip install --no-deps "
-            f"jax-cuda13-plugin=={versions.version_of('jaxlib')}"
+            f"{'jax-rocm7-plugin' if is_amd(arch) else 'jax-cuda13-plugin'}=={versions.version_of('jaxlib')}"
         )
     program = build(dataclasses.replace(recipe, arch=arch))
     parameters = _parameters(launcher, recipe, program, (*context.avals_in, *shapes), integers)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 # The version of the file format; part of the files' names.
-FORMAT: Final = 4
+FORMAT: Final = 5
 VARIABLE: Final = "ATTNOPS_TRITON_CACHE"
 
 

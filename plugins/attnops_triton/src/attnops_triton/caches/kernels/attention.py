@@ -11,7 +11,15 @@ from triton.language.standard import _sum_combine as total
 
 from attnops_triton.caches.kernels.result import output_rows, store_partial, store_result
 from attnops_triton.caches.kernels.scores import allowed, apply_score, load_values
-from attnops_triton.caches.kernels.storage import columns_of, load_scales, load_tokens, locate_tile, mask_of
+from attnops_triton.caches.kernels.storage import (
+    columns_of,
+    first_missing_page,
+    load_entry,
+    load_scales,
+    load_tokens,
+    locate_tile,
+    mask_of,
+)
 from attnops_triton.caches.kernels.write import write_tokens
 from attnops_triton.flash.kernels.scores import new_maximum
 
@@ -21,6 +29,7 @@ class Program(NamedTuple):
 
     item: Any
     row: Any  # the item's row of the cache
+    base: Any  # the cache's first block in its arrays, of blocks of all layers
     k: Any  # the kv head
     part: Any  # the tile of query heads
     split: Any
@@ -57,7 +66,7 @@ def attnops_ragged(x, n, options: tl.constexpr):
     # D 128. In other calls it is the late load that spills (sm_89, T 512).
     if not options.has_value_factor:
         masks = load_values(x.mask, program, None, (), n, options, True, False)
-    if options.new_blocks > 0:
+    if options.writes:
         write_tokens(x, n, program, options)
     unit = program.k.to(tl.float32) * 0.0
     if options.has_value_factor:
@@ -67,14 +76,23 @@ def attnops_ragged(x, n, options: tl.constexpr):
         acc = acc + (tl.full([options.tiles.rows, options.values.chunks[i].width], 0.0, tl.float32),)
     m = tl.full([options.tiles.rows], float("-inf"), tl.float32)
     state = State(m, tl.full([options.tiles.rows], 0.0, tl.float32), unit, acc)
+    # A tile's entries of the table are loaded a tile ahead: loads that depend on loads of the same tile would be copied
+    # to one buffer less.
+    entry = load_entry(x, n, program, program.full_start * options.tiles.bk, options)
     for i in range(program.full_start, program.full_stop):
-        state = attend(x, n, program, q, factor, biases, masks, state, i * options.tiles.bk, options, False)
+        after = load_entry(x, n, program, (i + 1) * options.tiles.bk, options)
+        state = attend(x, n, program, q, factor, biases, masks, state, i * options.tiles.bk, entry, options, False)
+        entry = after
     if options.has_value_factor:
         masks = load_values(x.mask, program, None, (), n, options, True, False)
     before = program.full_start - program.first
+    start = masked_start(program, before, 0, options)
+    entry = load_entry(x, n, program, start, options)
     for j in range(0, before + program.stop - program.full_stop):
-        tile = tl.where(j < before, program.first + j, program.full_stop + j - before)
-        state = attend(x, n, program, q, factor, biases, masks, state, tile * options.tiles.bk, options, True)
+        start = masked_start(program, before, j, options)
+        after = load_entry(x, n, program, masked_start(program, before, j + 1, options), options)
+        state = attend(x, n, program, q, factor, biases, masks, state, start, entry, options, True)
+        entry = after
     if x.part is not None:
         store_partial(x, n, program, state, options)
     else:
@@ -105,13 +123,13 @@ def locate_program(x, n, options: tl.constexpr):
         row = rest // options.K
         b = row
         item = row * n.nq + tile
-    first = tl.load(x.ranges + item * 5)
-    stop = tl.load(x.ranges + item * 5 + 1)
-    full_start = tl.load(x.ranges + item * 5 + 2)
-    full_stop = tl.load(x.ranges + item * 5 + 3)
+    first = tl.load(x.ranges[0] + item)
+    stop = tl.load(x.ranges[1] + item)
+    full_start = tl.load(x.ranges[2] + item)
+    full_stop = tl.load(x.ranges[3] + item)
     if x.part is not None:
         if options.in_order:
-            each = tl.load(x.ranges + item * 5 + 4)
+            each = tl.load(x.ranges[4] + item)
             stop = tl.minimum(stop, (split + 1) * each)
             first = tl.maximum(first, split * each)
         else:
@@ -121,6 +139,12 @@ def locate_program(x, n, options: tl.constexpr):
     stop = tl.maximum(first, stop)
     full_start = tl.minimum(tl.maximum(full_start, first), stop)
     full_stop = tl.minimum(tl.maximum(full_stop, full_start), stop)
+    if options.page > 0:
+        first_page = full_start * options.tiles.bk // options.page
+        stop_page = (full_stop * options.tiles.bk + options.page - 1) // options.page
+        missing = first_missing_page(x, n, row, first_page, stop_page, options)
+        if missing < stop_page:
+            full_stop = tl.maximum(full_start, missing * options.page // options.tiles.bk)
     place = tl.arange(0, options.tiles.rows)
     qi = tile * options.bq + place // options.heads
     hi = part * options.heads + place % options.heads
@@ -132,7 +156,15 @@ def locate_program(x, n, options: tl.constexpr):
     # Rows that don't exist have the last query and head: with other indices a function might divide by 0.
     qr = tl.minimum(qi, n.T - 1)
     hr = k * options.G + tl.minimum(hi, options.G - 1)
-    return Program(item, row, k, part, split, b, first, stop, full_start, full_stop, place, qr, hr, real)
+    return Program(
+        item, row, tl.load(x.base), k, part, split, b, first, stop, full_start, full_stop, place, qr, hr, real
+    )
+
+
+@triton.jit
+def masked_start(program, before, j, options: tl.constexpr):
+    """The first slot of the tile ``j`` of those that need a mask, of which ``before`` precede the others."""
+    return tl.where(j < before, program.first + j, program.full_stop + j - before) * options.tiles.bk
 
 
 @triton.jit
@@ -169,9 +201,9 @@ def load_factor(scales, k, options: tl.constexpr):
 
 
 @triton.jit
-def attend(x, n, program, q, factor, biases, masks, state, start, options: tl.constexpr, masked: tl.constexpr):
-    """The `State` after the tile of keys from the slot ``start`` on."""
-    tile = locate_tile(x, n, program.row, start, options, not masked)
+def attend(x, n, program, q, factor, biases, masks, state, start, entry, options: tl.constexpr, masked: tl.constexpr):
+    """The `State` after the tile of keys from the slot ``start`` on, whose `storage.load_entry` is ``entry``."""
+    tile = locate_tile(n, program, start, entry, options, not masked)
     kx = tile.slot
     if masked and not options.is_even:
         kx = tl.minimum(kx, n.S - 1)

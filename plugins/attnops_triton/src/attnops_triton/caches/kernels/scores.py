@@ -87,3 +87,9 @@ def allowed(x, n, program, tile, kx, values, options: tl.constexpr):
             dense = dense + (load_by_score(x.dense[i], n.dense[i], program, kx, n) != 0,)
         ok = ok & options.mask(program.b, program.hr[:, None], program.qr[:, None], kx[None, :], values, dense)
     return ok
+
+
+@triton.jit
+def within(b, h, q, kv, values, dense):
+    """The mask of an `intervals.Interval`, whose fields are the values."""
+    return (kv >= values[0]) & (kv < values[1])

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.standard import _elementwise_max as largest
 
 from attnops_triton.caches.kernels.codec import decode
 
@@ -21,28 +22,57 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def locate_tile(x, n, row, start, options: tl.constexpr, has_pages: tl.constexpr):
-    """The `Tile` from the slot ``start`` on; ``has_pages``: whether all of its pages are in the table."""
+def is_in_table(entry, n):
+    """Whether an entry of the table is a page."""
+    return (entry >= 0) & (entry < n.blocks)
+
+
+@triton.jit
+def first_missing_page(x, n, row, first, stop, options: tl.constexpr):
+    """The first page of a row, from ``first`` to before ``stop``, that is not in the table; ``stop`` for none."""
+    missing = stop
+    for at in range(first, stop, options.scanned):
+        number = at + tl.arange(0, options.scanned)
+        entry = tl.load(x.table + row.to(tl.int64) * n.pages + number, mask=number < stop, other=0)
+        missing = tl.minimum(missing, -tl.reduce(tl.where(is_in_table(entry, n), -stop, -number), 0, largest))
+    return missing
+
+
+@triton.jit
+def load_entry(x, n, program, start, options: tl.constexpr):
+    """The table's entry for the slots from ``start`` on, for the whole tile or [bk]; 0 without pages. Beyond the row's
+    last page it is that page's.
+    """
+    entry = 0
+    if options.page > 0:
+        if options.by_page:
+            page = start // options.page
+        else:
+            page = (start + tl.arange(0, options.tiles.bk)) // options.page
+        entry = tl.load(x.table + program.row.to(tl.int64) * n.pages + tl.minimum(page, n.pages - 1))
+    return entry
+
+
+@triton.jit
+def locate_tile(n, program, start, entry, options: tl.constexpr, has_pages: tl.constexpr):
+    """The `Tile` from the slot ``start`` on, whose `load_entry` is ``entry``; ``has_pages``: whether all of its pages
+    are in the table.
+    """
     slot = start + tl.arange(0, options.tiles.bk)
     present = True
     if options.page == 0:
-        block = row + tl.load(x.base)
+        block = program.row + program.base
         within = slot
         slots = n.S
     else:
         if options.by_page:
-            page = start // options.page
             within = start % options.page + tl.arange(0, options.tiles.bk)
         else:
-            page = slot // options.page
             within = slot % options.page
-            if not options.is_even:
-                page = tl.minimum(page, n.pages - 1)
-        entry = tl.load(x.table + row.to(tl.int64) * n.pages + page)
         if not has_pages:
-            present = (entry >= 0) & (entry < n.blocks)
+            present = is_in_table(entry, n)
             entry = tl.where(present, entry, 0)
-        block = entry + tl.load(x.base)
+        block = entry + program.base
         slots = options.page
     return Tile(slot, block.to(tl.int64), within, present, slots)
 

@@ -13,38 +13,45 @@ import triton.language as tl
 @triton.jit
 def write_tokens(x, n, program, options: tl.constexpr):
     """Store the new tokens that lie in the program's tiles of keys."""
-    start = tl.load(x.new_first + program.row)
     count = tl.load(x.new_size + program.row)
+    start = tl.load(x.new_stop + program.row) - count
     first = tl.maximum(program.first * options.tiles.bk - start, 0)
     stop = tl.minimum(program.stop * options.tiles.bk - start, count)
     for token in range(first, stop):
         slot = start + token
-        blocks = x.new_blocks + program.row * options.new_blocks
         if options.page > 0:
-            block = tl.load(blocks + slot // options.page - start // options.page).to(tl.int64)
-            at = (block * options.K + program.k) * options.page + slot % options.page
+            block = tl.load(x.table + program.row.to(tl.int64) * n.pages + slot // options.page)
+            at = ((block + program.base).to(tl.int64) * options.K + program.k) * options.page + slot % options.page
         else:
-            block = tl.load(blocks).to(tl.int64)
-            at = (block * options.K + program.k) * n.S + slot
-        source = (program.b.to(tl.int64) * options.K + program.k) * n.T + token
-        write_features(x.written.key, at, x.new.key, source, options, True)
+            at = ((program.row + program.base).to(tl.int64) * options.K + program.k) * n.S + slot
+        source = (program.b.to(tl.int64) * n.T + token) * options.K + program.k
+        if options.is_joined:
+            write_features(
+                x.written.key, at, options.keys.width, x.new.key, x.new.value, source, options.D, options.Dv, options
+            )
+        else:
+            write_features(x.written.key, at, options.keys.width, x.new.key, None, source, options.D, 0, options)
         if x.written.value is not None:
-            write_features(x.written.value, at, x.new.value, source, options, False)
+            write_features(x.written.value, at, options.values.width, x.new.value, None, source, options.Dv, 0, options)
+        by_head = (program.b.to(tl.int64) * options.K + program.k) * n.T + token
         if x.written.key_scale is not None:
-            tl.store(x.written.key_scale + at, tl.load(x.new.key_scale + source))
+            tl.store(x.written.key_scale + at, tl.load(x.new.key_scale + by_head))
         if x.written.value_scale is not None:
-            tl.store(x.written.value_scale + at, tl.load(x.new.value_scale + source))
+            tl.store(x.written.value_scale + at, tl.load(x.new.value_scale + by_head))
     tl.debug_barrier()
 
 
 @triton.jit
-def write_features(target, at, new, source, options: tl.constexpr, of_keys: tl.constexpr):
-    """Store one token."""
-    features: tl.constexpr = options.keys if of_keys else options.values
-    size: tl.constexpr = triton.next_power_of_2(features.width)
-    columns = tl.arange(0, size)
-    if size > features.width:
-        token = tl.load(new + source * features.width + columns, mask=columns < features.width)
-        tl.store(target + at * features.width + columns, token, mask=columns < features.width)
-    else:
-        tl.store(target + at * features.width + columns, tl.load(new + source * features.width + columns))
+def write_features(
+    target, at, width: tl.constexpr, new, last, source, D: tl.constexpr, Dv: tl.constexpr, options: tl.constexpr
+):  # fmt: skip
+    """Store a token of ``width`` elements: D features of ``new``, zeros, and Dv of ``last``, which may be None."""
+    number: tl.constexpr = D // options.per_element
+    last_number: tl.constexpr = Dv // options.per_element
+    columns = tl.arange(0, triton.next_power_of_2(width))
+    token = tl.load(new + source * number + columns, mask=columns < number, other=0)
+    if last is not None:
+        column = columns - (width - last_number)
+        is_last = (column >= 0) & (column < last_number)
+        token = tl.where(is_last, tl.load(last + source * last_number + column, mask=is_last, other=0), token)
+    tl.store(target + at * width + columns, token, mask=columns < width)

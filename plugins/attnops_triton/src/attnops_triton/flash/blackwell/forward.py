@@ -190,6 +190,8 @@ def step(
     m, below, alpha = new_maximum(s, m, masked, options)
     own.alpha.index(group).store(alpha)
     mbarrier.arrive(own.alpha_ready.index(group))
+    # It is over, and ends a basic block: the assembler would compute exponentials first.
+    mbarrier.wait(own.s_ready.index(group), phase)
     p = weights(s, below, None, options)
     l = l * alpha + gl.reduce(p, 1, total)
     w = operands(own.s.index(group), options.columns, options).slice(0, options.columns)

@@ -36,7 +36,7 @@ from attnops_triton.flash.hopper.shared import (
     tokens,
     values_of_head,
 )
-from attnops_triton.flash.hopper.steps import new_product, no_sums, operand, store_sums
+from attnops_triton.flash.hopper.steps import keep_order, new_product, no_sums, operand, store_sums, wait_held
 from attnops_triton.flash.kernels.scores import cap_and_bias_vjp, load_values, score_gradients, score_tile
 from attnops_triton.flash.kernels.tokens import place_by_key
 
@@ -100,12 +100,12 @@ def start_partitions(x, n, options: gl.constexpr):
 def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     """Dk and dv of half the keys."""
     kv = tokens(shared.first + group * options.rows, n.S, True, options)
-    mbarrier.wait(shared.ready.index(group), 0)
     if options.fuses_dq:
         if options.slices_keys:
             mbarrier.wait(shared.ready.index(1 - group), 0)
         else:
             mbarrier.wait(shared.own.keys_ready.index(0), 0)
+    wait_held(shared, group)
     state = State(no_sums(options), no_sums(options), 0, 0)
     state = each_head(step, values_of_head, state, group, x, n, program, shared, kv, options)
     dk = state.dk * options.scale
@@ -148,21 +148,21 @@ def step(
     mbarrier.wait(q_ring.ready.index(stage), phase)
     s = new_product(k.tile.index(group), queries.permute([1, 0]), options)
     mbarrier.wait(d_out_ring.ready.index(stage), phase)
-    # To save registers, the logsumexp has one term and the sums of the product start from −delta.
-    zeros = gl.full(options.shape, 0.0, gl.float32, options.scores_layout)
-    dp = zeros - statistics.slice(1, 1, 0).load(options.scores_layout)
-    dp = warpgroup_mma(v.tile.index(group), cotangents.permute([1, 0]), dp, is_async=True)
+    dp = new_product(v.tile.index(group), cotangents.permute([1, 0]), options)
     s = warpgroup_mma_wait(1, deps=[s])
+    # To save registers, the logsumexp has one term, and delta is read where it is used.
     lse = statistics.slice(0, 1, 0).load(options.scores_layout)
     scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
     p = gl.exp2(scores.s * options.unit - lse)
     w = operand(p, options)
     dv = warpgroup_mma(w, cotangents, state.dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=[dp])
+    delta = statistics.slice(1, 1, 0).load(options.scores_layout)
+    ds = score_gradients(p, dp - delta, None, True, True, masked, options)
+    ds = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)[0]
+    keep_order(shared, group)
     dv, w = warpgroup_mma_wait(0, deps=[dv, w])
     mbarrier.arrive(d_out_ring.free.index(stage))
-    ds = score_gradients(p, dp, None, True, True, masked, options)
-    ds = cap_and_bias_vjp(n, program, q, kv, ds, scores, values, options)[0]
     ws = operand(ds, options)
     if options.fuses_dq:
         side = done & 1

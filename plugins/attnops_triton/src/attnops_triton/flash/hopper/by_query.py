@@ -19,7 +19,7 @@ from attnops_triton.flash.hopper.shared import (
     share,
     tokens,
 )
-from attnops_triton.flash.hopper.steps import new_product, no_sums, operand, store_sums
+from attnops_triton.flash.hopper.steps import keep_order, new_product, no_sums, operand, store_sums, wait_held
 from attnops_triton.flash.kernels.scores import (
     cap_and_bias_vjp,
     load_values,
@@ -53,7 +53,7 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     log2_sum = load_statistic(x.log2_sum, n, program, q, edge, 0.0, options.layouts.log2_sum)
     delta = load_statistic(x.delta, n, program, q, edge, 0.0, options.layouts.delta)
     tiles = find_tiles(x, n, program, options)
-    mbarrier.wait(shared.ready.index(group), 0)
+    wait_held(shared, group)
     state = (no_sums(options), 0, 0)
     given = (q, values, m, log2_sum, delta)
     state = each_tile(step, state, group, x, n, program, tiles, shared, given, options)
@@ -81,6 +81,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=[s])
     scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
     p = weights(scores.s, m, log2_sum, options)
+    keep_order(shared, group)
     dp = warpgroup_mma_wait(0, deps=[dp])
     mbarrier.arrive(v.free.index(stage))
     ds = score_gradients(p, dp, delta, True, True, masked, options)

@@ -26,7 +26,7 @@ from attnops_triton.flash.hopper.shared import (
     store_rows,
     tokens,
 )
-from attnops_triton.flash.hopper.steps import fill, new_product, no_sums, operand
+from attnops_triton.flash.hopper.steps import fill, keep_order, new_product, no_sums, operand, wait_held
 from attnops_triton.flash.kernels.scores import (
     denominator,
     load_sink,
@@ -58,8 +58,7 @@ def attnops_flash_forward(x, n, options: gl.constexpr):
     program = place_by_query(n, options)
     # Barriers by which the computing partitions alternate.
     turn = make_barriers(2, 1)
-    denominators = gl.allocate_shared_memory(gl.float32, [2, options.rows], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    shared = share(x, program, (turn, denominators), options)
+    shared = share(x, program, turn, options)
     mbarrier.arrive(turn.index(0))
     gl.warp_specialize(
         [(compute, (0, x, n, program, shared, options)), (compute, (1, x, n, program, shared, options)),
@@ -78,7 +77,7 @@ def compute(group: gl.constexpr, x, n, program, shared, options: gl.constexpr):
     m = gl.full([options.rows], float("-inf"), gl.float32, options.row_layout)
     l = gl.full([options.rows], 0.0, gl.float32, options.row_layout)
     acc = no_sums(options)
-    mbarrier.wait(shared.ready.index(group), 0)
+    wait_held(shared, group)
     if tiles.count > 0:
         # The first tile may be PARTIAL or FULL.
         masked: gl.constexpr = x.ranges is not None or not options.is_even
@@ -116,7 +115,7 @@ def step(
     """A tile's scores and weights, and the product of the previous tile's weights and values."""
     q, values = given
     k, v = shared.rings
-    turn, denominators = shared.own
+    turn = shared.own
     before = state.stage
     phase_before = state.phase
     stage, phase = advance(before, phase_before, options)
@@ -131,8 +130,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=[s])
     mbarrier.arrive(k.free.index(stage))
     m, l, alpha, p = softmax(x, n, program, q, kv, s, state.m, state.l, values, options, masked)
-    # It is not read. But it must be computed before the wait, which the assembler would otherwise move up.
-    denominators.index(group).store(l)
+    keep_order(shared, group)
     acc, _ = warpgroup_mma_wait(0, deps=[acc, state.w])
     mbarrier.arrive(v.free.index(before))
     acc = acc * gl.convert_layout(alpha, options.sums_row_layout)[:, None]

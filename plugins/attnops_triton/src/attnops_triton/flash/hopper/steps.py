@@ -30,6 +30,23 @@ def operand(weights, options: gl.constexpr):
 
 
 @gluon.jit
+def wait_held(shared, group: gl.constexpr):
+    """Wait for the partition's part of the rows that the program holds."""
+    mbarrier.wait(shared.ready.index(group), 0)
+    # Otherwise Triton writes one before each `keep_order`.
+    gl.barrier()
+
+
+@gluon.jit
+def keep_order(shared, group: gl.constexpr):
+    """End a basic block, so that the assembler does not move a later wait for products before earlier exponentials.
+
+    The barrier that is waited for is complete, since `wait_held`.
+    """
+    mbarrier.wait(shared.ready.index(group), 0)
+
+
+@gluon.jit
 def fill(buffer, sums, options: gl.constexpr):
     """Write sums to a buffer that a tensor map will copy."""
     buffer.store(sums.to(options.dtype))

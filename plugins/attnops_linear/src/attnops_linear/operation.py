@@ -1,0 +1,178 @@
+"""LinearAttention: the operation ``"linear_attention"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from attnops import BaseOperation, Call
+from attnops_linear.binding import bind_linear
+from attnops_linear.chunks import linear_attention
+from attnops_linear.masks import Tokens
+from attnops_linear.output import LinearOutput
+from attnops_linear.partition import run_on_shards
+from attnops_linear.state import StateCache, check_cache, step_mask
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from attnops.masks import Mask
+    from attnops.typing import Function
+
+
+class LinearAttention(BaseOperation):
+    """Linear attention with decays and the delta rule, of which many models' layers are cases.
+
+    A plugin subclasses it and overrides `forward_tpu`, `forward_gpu` or `forward_cpu`, which have the arguments of
+    `forward_native`. See `__call__` for the definition.
+    """
+
+    computes: ClassVar[str | None] = "linear_attention"
+    reads: ClassVar[frozenset[str]] = frozenset({"precision"})
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        """``"linear_attention"``."""
+        return "linear_attention"
+
+    def __call__(  # type: ignore[override]
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        decay: ArrayLike | None = None,
+        beta: ArrayLike | None = None,
+        scale: float | None = None,
+        initial_state: ArrayLike | None = None,
+        mask: Mask | None = None,
+        return_state: bool = False,
+        mode: str | None = None,
+    ) -> LinearOutput:
+        """The outputs of a recurrence over tokens, and its last state.
+
+        Per row and value head, with key head ``h // (Hv / K)`` and a float32 state S [D, Dv], token t computes::
+
+            S ← exp(decay_t) S                                 by row of S where decays are by channel
+            S ← S + k_t v_tᵀ                                   without beta: GLA, RetNet, lightning attention, Mamba-2
+            S ← S + β_t k_t (v_t − Sᵀ k_t)ᵀ                    with beta: DeltaNet, gated delta rule, KDA
+            o_t = scale · Sᵀ q_t
+
+        Differentiable in all arrays, any number of times.
+
+        Args:
+            query: [B, T, K, D] float32, bfloat16 or float16; T may be 0.
+            key: [B, T, K, D].
+            value: [B, T, Hv, Dv]; K divides Hv.
+            decay: the natural logarithm of what is kept of the state, at most 0: [Hv], [B, T, Hv], or [B, T, Hv, D] by
+                key channel. Minus infinity empties the state. None: nothing decays. Positive values are refused where
+                they are known, and computed where they are traced.
+            beta: [B, T, Hv], the delta rule's rate. None: values are added.
+            scale: a finite number. None: ``D ** -0.5``.
+            initial_state: [B, Hv, D, Dv]. None: 0.
+            mask: `attnops.masks.Segments`: a segment begins with the state 0, the first one of a row with the initial
+                state; a token begins one if its id differs from that of the token before. `attnops.masks.KeyPadding`:
+                padding changes no state, may hold NaN, and has the output 0. Or both, joined by ``&``.
+            return_state: whether the output has ``state``.
+            mode: runtime mode; see `attnops.OperationMetadata`.
+
+        Raises:
+            ValueError: shapes, dtypes or values that fit no implementation.
+            TypeError: an option that no forward of this operation names.
+            UnsupportedError: see `attnops.BaseOperation.__call__`.
+        """
+        options = {"decay": decay, "beta": beta, "initial_state": initial_state, "mask": mask}
+        given = {name: x for name, x in options.items() if x is not None}
+        output: LinearOutput = self.run(
+            self.prepare(query, key, value, scale=scale, return_state=return_state, mode=mode, **given)
+        )
+        return output
+
+    def bind(self, query: Any, key: Any, value: Any, **options: Any) -> Call:  # type: ignore[override]
+        """The checked call of these arguments, with its request."""
+        call = super().bind(query, key, value, **options)
+        bound = dict(call.options)
+        args, request = bind_linear(query, key, value, bound)
+        return Call(request.replace(mode=call.request.mode, interpret=call.request.interpret), args, bound)
+
+    def invoke(self, forward: str, function: Function, call: Call, options: Mapping[str, object]) -> LinearOutput:
+        """Run a forward on a call; where the arrays' types are sharded, each device runs it on its rows and heads."""
+        return run_on_shards(function, call.args, options)
+
+    def forward_native(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        decay: jax.Array | None = None,
+        beta: jax.Array | None = None,
+        scale: float | None = None,
+        initial_state: jax.Array | None = None,
+        mask: Tokens | None = None,
+        return_state: bool = False,
+    ) -> LinearOutput:
+        """See `__call__`; ``mask`` says which tokens are padding and which begin a segment."""
+        is_token, starts = Tokens() if mask is None else mask
+        (B, T, _, D), (H, Dv) = query.shape, value.shape[2:]
+        is_constant = decay is not None and decay.ndim == 1
+        if decay is not None:
+            decay = decay[:, None] if decay.ndim == 1 else decay.reshape(B, T, H, 1 if decay.ndim == 3 else D)
+            decay = jnp.broadcast_to(decay, (B, T, H, decay.shape[-1]))
+        if initial_state is None:
+            initial_state = jnp.zeros((B, H, D, Dv), jnp.float32)
+
+        def prepared(x: jax.Array) -> jax.Array:
+            if is_token is not None:
+                x = jnp.where(is_token.reshape(B, T, *[1] * (x.ndim - 2)), x, 0)
+            return x.astype(jnp.float32)
+
+        precision = "highest" if self.metadata.precision is None else self.metadata.precision.name.lower()
+        with jax.default_matmul_precision(precision):
+            outputs, state = linear_attention(
+                prepared(query) * (D**-0.5 if scale is None else scale), prepared(key), prepared(value),
+                None if decay is None else prepared(decay), None if beta is None else prepared(beta), starts,
+                initial_state.astype(jnp.float32), is_constant,
+            )  # fmt: skip
+        if is_token is not None:
+            outputs = jnp.where(is_token[:, :, None, None], outputs, 0)
+        return LinearOutput(outputs.astype(query.dtype), state if return_state else None)
+
+    def step(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        cache: StateCache,
+        *,
+        query_lengths: ArrayLike | None = None,
+        **options: Any,
+    ) -> tuple[LinearOutput, StateCache]:
+        """Advance the states of a cache by T tokens of each row: a decoding step, or a chunk of a prompt.
+
+        Args:
+            query: [B, T, K, D].
+            key: [B, T, K, D].
+            value: [B, T, Hv, Dv].
+            cache: one layer of the rows' states; see `StateCache`.
+            query_lengths: the number of tokens of each row, integers [B] from 0 to T; the rest is padding. None: T.
+            **options: ``decay``, ``beta``, ``scale``, ``mask`` and ``mode`` of `__call__`.
+
+        Returns:
+            The output, without a state, and the cache after the tokens.
+
+        Raises:
+            ValueError: see `__call__`; or the cache has several layers, or other shapes.
+        """
+        for name in ("initial_state", "return_state"):
+            if name in options:
+                raise ValueError(f"{name} is given, but step takes the state from the cache and returns it in it")
+        check_cache(cache)
+        B, T = (*getattr(query, "shape", ()), 0, 0)[:2]
+        mask, counts = step_mask(query_lengths, options.pop("mask", None), B, T)
+        output = self(query, key, value, initial_state=cache.state, return_state=True, mask=mask, **options)
+        assert output.state is not None
+        return output._replace(state=None), cache.advanced(output.state, counts)

@@ -20,7 +20,7 @@ from attnops_tpu.caches.batches import run_in_batches
 from attnops_tpu.caches.item import run_item
 from attnops_tpu.caches.mixed import mixed_plan, run_mixed
 from attnops_tpu.caches.new_tokens import written
-from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, outputs, queries
+from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, in_main_memory, outputs, queries
 from attnops_tpu.caches.packed import Unpacked, has_packed, new_of_tiles, packed, unpacked
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import memory, references
@@ -203,10 +203,7 @@ def _tables(plan: CachePlan, cache: StoredCache) -> tuple[jax.Array, ...]:
 def _run(plan: CachePlan, inputs: KernelInputs) -> KernelResults:
     """The kernel, for all rows of ``plan``."""
     inputs = equally_varying(inputs)
-    if not plan.interpret:
-        # XLA would keep small arrays in vector memory, from where the core copies them by vector instructions.
-        inputs = inputs._replace(sources=tuple(map(_in_main_memory, inputs.sources)))
-    refs = references(plan, inputs)
+    refs = references(plan, in_main_memory(plan, inputs))
     out, *rest = call_kernel(
         functools.partial(run_item, plan), refs, "attnops_ragged",
         grid=(plan.cores, plan.items // plan.cores),
@@ -218,8 +215,3 @@ def _run(plan: CachePlan, inputs: KernelInputs) -> KernelResults:
         interpret=plan.interpret,
     )  # fmt: skip
     return KernelResults(out, rest[0] if plan.wants_lse else None, tuple(rest[plan.wants_lse :]))
-
-
-def _in_main_memory(x: jax.Array) -> jax.Array:
-    with jax.enable_x64(False):
-        return pltpu.with_memory_space_constraint(x, pltpu.HBM)

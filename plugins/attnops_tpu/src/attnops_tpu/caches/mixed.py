@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import equally_varying, one_by_one
 from attnops_tpu.caches.item import run_item
-from attnops_tpu.caches.operands import KernelInputs, KernelResults
+from attnops_tpu.caches.operands import KernelInputs, KernelResults, in_main_memory
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import CacheRefs, memory, references
 from attnops_tpu.caches.schedule import ItemSchedule, following, rows_a_call
@@ -72,7 +72,7 @@ def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, Ke
     """
     (plan, inputs), other = small, large[0]
     new = inputs.new
-    words = 3 + (0 if new is None else 2 + new.blocks.shape[0] // plan.B)
+    words = 3 + len(large[1].values.scalars) + (0 if new is None else 2 + new.blocks.shape[0] // plan.B)
     if plan.cores > 1 or not plan.keys_by_cache_row or rows_a_call(1, words) < plan.B + other.B:
         return None
     tile = sum(plan.K * plan.bk * math.prod(x.shape[3:]) * x.dtype.itemsize for x in inputs.sources)
@@ -89,7 +89,7 @@ def run_mixed(
     small, large, exists = equally_varying((small, large, exists))
     order = _order(exists)
     whole = MixedPlan(*(dataclasses.replace(x, B=plan.small.B + plan.large.B) for x in plan))
-    refs = _references(plan, whole, small, large, order)
+    refs = _references(plan, whole, in_main_memory(plan.small, small), large, order)
     results = iter(call_kernel(
         lambda given: _run_item(whole, given), refs, "attnops_ragged",
         grid=(1, jnp.maximum(sum(x.sum(dtype=jnp.int32) for x in exists), 1)),

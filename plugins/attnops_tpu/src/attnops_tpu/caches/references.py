@@ -109,7 +109,6 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
     values, new, rows = inputs.values, inputs.new, rows_by_key(plan)
     by_item = functools.partial(_by_item, plan, places=places)
     table, words = (Input(x, ANY) for x in inputs.tables) if plan.is_paged else (None, None)
-
     query = by_item(inputs.query)
 
     def result(shape: tuple[int, int], dtype: np.dtype) -> Output:

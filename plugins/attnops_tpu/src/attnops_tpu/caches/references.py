@@ -115,7 +115,7 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
         array = output_like(inputs.query, (plan.items, plan.K, *shape), dtype)
         # Gathered queries are as large as many rows of padding; a step reads its own, and at most the next ones.
         is_like = plan.is_packed and (array.shape, array.dtype) == (inputs.query.shape, inputs.query.dtype)
-        return Output(array, by_item(array).spec, instead=query if is_like else None)
+        return Output(array, by_item(array).spec, over=query if is_like else None)
 
     def state(heads: int, d: int, dtype: np.dtype | None = None) -> Any:
         shape = (d, plan.R) if plan.transposed else (plan.R, d)

@@ -68,16 +68,16 @@ def decode(
     gates = jnp.swapaxes(gates, 2, 3)
     copies = jnp.tile(jnp.repeat(jnp.eye(plan.keys, dtype=jnp.bfloat16), LANES, axis=1), (_PARTS, 1))
     gates, queries, keys, values, copies, state = equally_varying((gates, queries, keys, values, copies, state))
-    states = pl.BlockSpec((1, plan.heads, plan.D, plan.Dv), lambda b, h: (b, h, 0, 0))
+    initial = Input(state, pl.BlockSpec((1, plan.heads, plan.D, plan.Dv), lambda b, h: (b, h, 0, 0)))
     refs = Refs(
         Input(gates, block(gates.shape, memory_space=pltpu.SMEM)),
         Input(queries, block(queries.shape, same)),
         Input(keys, block(keys.shape, same)),
         Input(values, block(values.shape)),
         Input(copies, pl.BlockSpec(copies.shape, lambda b, h: (0, 0))),
-        Input(state, states),
+        initial,
         Output(output_like(state, values.shape, state.dtype), block(values.shape)),
-        Output(output_like(state, state.shape, state.dtype), states, over=state),
+        Output(output_like(state, state.shape, state.dtype), initial.spec, over=initial),
     )
     outputs, last = call_kernel(
         functools.partial(_kernel, plan, T), refs, "linear_attention_decode", grid=(B, groups),

@@ -71,7 +71,7 @@ def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
     def of_chunk(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, 1, *x.shape[3:]), lambda b, h, n: (b, h, n, 0, 0))
 
-    state = pl.BlockSpec((1, heads, plan.D, plan.Dv), lambda b, h, n: (b, h, 0, 0))
+    initial = Input(given.state, pl.BlockSpec((1, heads, plan.D, plan.Dv), lambda b, h, n: (b, h, 0, 0)))
     values = pl.BlockSpec((1, chunk, heads * plan.Dv), lambda b, h, n: (b, n, h))
     refs = Refs(
         Input(given.query, pl.BlockSpec((1, chunk, keys * plan.D), of_keys)),
@@ -80,9 +80,9 @@ def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
         Input(given.rows, of_chunk(given.rows)),
         Input(given.columns, of_chunk(given.columns)),
         Input(given.copies, pl.BlockSpec(given.copies.shape, lambda b, h, n: (0, 0))),
-        Input(given.state, state),
+        initial,
         Output(output_like(given.value, given.value.shape, dtype), values),
-        Output(output_like(given.value, given.state.shape, jnp.dtype(jnp.float32)), state, over=given.state),
+        Output(output_like(given.value, given.state.shape, jnp.dtype(jnp.float32)), initial.spec, over=initial),
     )
     outputs, last = call_kernel(
         functools.partial(_kernel, plan), refs, "linear_attention", grid=(B, H // heads, N),

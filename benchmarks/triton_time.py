@@ -1,7 +1,7 @@
 """A model of the time of Hopper's kernels, from their machine code, beside times that an H200 showed; no GPU::
 
     python benchmarks/triton_time.py
-    python benchmarks/triton_time.py 06-fused-attention.py       # Triton's tutorial, of release 3.0; Triton 3.6 to 3.8
+    python benchmarks/triton_time.py 06-fused-attention.py       # Triton's tutorial; Triton 3.6 to 3.8
 
 128 × 128 scores need ``max(tensor, special) + WAITS · issue`` cycles of a multiprocessor, and each program START cycles
 besides: `triton_static.cycles` counts the three. The two constants are fitted here to forward passes (least squares of

@@ -33,8 +33,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN | {"truncate": False}, **WINDOW}
-# The delta rule's outputs are normalised. Where a query is nearly orthogonal to the keys they are near 0, and with a small
-# eps float32's errors are large, those of transformers too.
+# The delta rule's outputs are normalised. Where a query is nearly orthogonal to the keys they are near 0, and with a
+# small eps float32's errors are large, those of transformers too.
 QWEN3_NEXT = {
     "rms_norm_eps": 1e-2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,

@@ -33,15 +33,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN | {"truncate": False}, **WINDOW}
-# The delta rule's outputs are normalised. Where a query is nearly orthogonal to the keys they are near 0, and a small
-# eps makes float32's errors large, those of transformers too.
+# The delta rule's outputs are normalised. Where a query is nearly orthogonal to the keys they are near 0, and with a
+# small eps float32's errors are large, those of transformers too.
 QWEN3_NEXT = {
     "rms_norm_eps": 1e-2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
 BAMBA = {
-    "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 8,
+    "attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 8,
 }  # fmt: skip
 # The family, the config class in transformers, and what differs from `SMALL`.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {

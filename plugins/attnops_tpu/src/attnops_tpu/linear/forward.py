@@ -181,7 +181,6 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
         found = product(_half(weights[i // 2], i), parts(values[i], rough), rough)
         outputs = (past[i].of_query * gates.of_head("kept", i, plan.Dv) + found) * plan.scale
         refs.outputs[0, :, _part(i, plan.Dv)] = outputs.astype(refs.outputs.dtype)
-    for i in heads:
         added = parts(values[i].astype(jnp.float32) * gates.of_head("to_end", i, plan.Dv), count)
         whole = jnp.concatenate([gates.whole(i)] * (plan.Dv // LANES), axis=1)
         refs.state[0, i] = whole * refs.state[0, i] + product(keys[i], added, count, BY_COLUMNS)

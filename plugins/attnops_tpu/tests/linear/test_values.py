@@ -81,7 +81,9 @@ def test_what_the_kernel_refuses_runs_natively() -> None:
         batch=1, length=9, key_heads=1, value_heads=1, head_dim=300, value_head_dim=8, decay="channel", platform="tpu"
     )
     assert [(x.argument, x.value) for x in operation.reasons(request)] == [("decay", "channel"), ("head_dim", 300)]
-    assert not [*operation.reasons(request.replace(decay="head", head_dim=256))]
+    served = request.replace(decay="head", head_dim=256)
+    assert not operation.reasons(served)
+    assert [*operation.details(served)][1] == "derivatives are those of the native forward, in plain JAX"
 
 
 @pytest.mark.slow

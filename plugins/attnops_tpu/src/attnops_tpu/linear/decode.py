@@ -7,10 +7,11 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops.kernels import equally_varying, output_like
+from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.prepare import padded_state, zeroed
 from attnops_tpu.linear.products import BY_COLUMNS, parts, product
@@ -36,15 +37,14 @@ def decode(
     plan: LinearPlan, query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array | None,
     beta: jax.Array | None, initial_state: jax.Array | None, mask: Any,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The outputs [B, T, H, Dv] float32 and the last state [B, H, D, Dv], padded."""
+    """The outputs [B, T, H, Dv] and the last state [B, H, D, Dv], padded."""
     is_token, starts = (None, None) if mask is None else mask
     (B, T), H = query.shape[:2], value.shape[2]
-    groups = H // plan.heads
 
-    def of_steps(x: jax.Array, heads: int) -> jax.Array:
-        """[B, steps, T · heads, last] of an array [B, T, all heads, last]."""
-        x = jnp.moveaxis(x.astype(jnp.float32).reshape(B, T, -1, heads, x.shape[3]), 2, 1)
-        return x.reshape(B, -1, T * heads, x.shape[4])
+    def of_steps(x: jax.Array, heads: int, width: int) -> jax.Array:
+        """[B, steps, T · heads, width] of an array [B, T, all heads, last]."""
+        x = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3])))
+        return jnp.moveaxis(x.reshape(B, T, -1, heads, width), 2, 1).reshape(B, -1, T * heads, width)
 
     def of_heads(x: jax.Array | None, otherwise: float) -> jax.Array:
         x = jnp.broadcast_to(jnp.asarray(otherwise if x is None else x, jnp.float32), (B, T, H))
@@ -53,38 +53,44 @@ def decode(
     query, key, value = (zeroed(x, is_token) for x in (query, key, value))
     kept = jnp.exp(of_heads(decay, 0.0))
     kept = kept if starts is None else jnp.where(starts[:, :, None, None], 0.0, kept)
-    gates = jnp.concatenate([of_steps(kept, plan.heads), of_steps(of_heads(beta, 1.0), plan.heads)], axis=2)
-    # How many steps in turn have the same key head.
-    same = groups * plan.keys // query.shape[2]
+    gates = [of_steps(x, plan.heads, 1) for x in (kept, of_heads(beta, 1.0))]
+    outputs, last = _call(
+        plan, jnp.swapaxes(jnp.concatenate(gates, axis=2), 2, 3), of_steps(query, plan.keys, plan.D),
+        of_steps(key, plan.keys, plan.D), of_steps(value, plan.heads, plan.Dv),
+        padded_state(plan, initial_state, B, H),
+    )  # fmt: skip
+    outputs = jnp.moveaxis(outputs.reshape(B, -1, T, plan.heads, plan.Dv), 1, 2)
+    return outputs.reshape(B, T, H, plan.Dv).astype(plan.dtype), last
 
-    def block(shape: tuple[int, ...], shared: int = 1, **options: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, *shape[2:]), lambda b, h: (b, jax.lax.div(h, jnp.int32(shared)), 0, 0), **options)
 
-    def widened(x: jax.Array, width: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3])))
-
-    queries, keys = (widened(of_steps(x, plan.keys), plan.D) for x in (query, key))
-    values, state = widened(of_steps(value, plan.heads), plan.Dv), padded_state(plan, initial_state, B, H)
-    gates = jnp.swapaxes(gates, 2, 3)
+@folds_batch
+def _call(plan: LinearPlan, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The outputs, as values are, and the last state, of the arrays of `Refs`, without ``copies``."""
     copies = jnp.tile(jnp.repeat(jnp.eye(plan.keys, dtype=jnp.bfloat16), LANES, axis=1), (_PARTS, 1))
-    gates, queries, keys, values, copies, state = equally_varying((gates, queries, keys, values, copies, state))
+    gates, query, key, value, state, copies = equally_varying((*given, copies))
+    steps, T = gates.shape[1], value.shape[2] // plan.heads
+    # How many steps in turn have the same key head.
+    same = steps // query.shape[1]
+
+    def block(x: jax.Array, shared: int = 1, **options: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, *x.shape[2:]), lambda b, h: (b, lax.div(h, jnp.int32(shared)), 0, 0), **options)
+
     initial = Input(state, pl.BlockSpec((1, plan.heads, plan.D, plan.Dv), lambda b, h: (b, h, 0, 0)))
     refs = Refs(
-        Input(gates, block(gates.shape, memory_space=pltpu.SMEM)),
-        Input(queries, block(queries.shape, same)),
-        Input(keys, block(keys.shape, same)),
-        Input(values, block(values.shape)),
+        Input(gates, block(gates, memory_space=pltpu.SMEM)),
+        Input(query, block(query, same)),
+        Input(key, block(key, same)),
+        Input(value, block(value)),
         Input(copies, pl.BlockSpec(copies.shape, lambda b, h: (0, 0))),
         initial,
-        Output(output_like(state, values.shape, state.dtype), block(values.shape)),
+        Output(output_like(state, value.shape, state.dtype), block(value)),
         Output(output_like(state, state.shape, state.dtype), initial.spec, over=initial),
     )
     outputs, last = call_kernel(
-        functools.partial(_kernel, plan, T), refs, "linear_attention_decode", grid=(B, groups),
+        functools.partial(_kernel, plan, T), refs, "linear_attention_decode", grid=(plan.B, steps),
         params=compiler_params(plan, refs, 2), interpret=plan.interpret,
     )  # fmt: skip
-    outputs = jnp.moveaxis(outputs.reshape(B, groups, T, plan.heads, plan.Dv), 1, 2)
-    return outputs.reshape(B, T, H, plan.Dv), last
+    return outputs, last
 
 
 def _kernel(plan: LinearPlan, T: int, refs: Refs) -> None:

@@ -11,14 +11,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attnops import OperationMetadata
-from attnops.kernels import equally_varying, output_like
+from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_linear import LinearOutput
 from attnops_linear.chunks import FEW
 from attnops_tpu.linear.decode import decode
 from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
-from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS, Arrays, arrays
+from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS, Arrays, arrays, copies
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
@@ -47,9 +47,8 @@ def forward(
     plan = make_plan(metadata, query, value, scale, beta is not None)
     if T <= FEW:
         outputs, state = decode(plan, query, key, value, decay, beta, initial_state, mask)
-        outputs = outputs.astype(query.dtype)
     else:
-        outputs, state = _call(plan, arrays(plan, query, key, value, decay, beta, initial_state, mask), query.dtype)
+        outputs, state = _call(plan, arrays(plan, query, key, value, decay, beta, initial_state, mask))
         outputs = outputs.reshape(B, -1, H, plan.Dv)
     outputs = outputs[:, :T, :, :Dv]
     if mask is not None and mask.is_token is not None:
@@ -57,9 +56,10 @@ def forward(
     return LinearOutput(outputs, state[:, :, :D, :Dv] if return_state else None)
 
 
-def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
+@folds_batch
+def _call(plan: LinearPlan, given: Arrays) -> tuple[jax.Array, ...]:
     """The outputs [B, N · C, H · Dv] and the last state [B, H, D, Dv]."""
-    given = Arrays(*equally_varying(tuple(given)))
+    given, copied = equally_varying((given, copies()))
     (B, H), N = given.state.shape[:2], given.rows.shape[2]
     chunk, keys, heads = CHUNK, plan.keys, plan.heads
     # How many steps in turn have the same key head.
@@ -79,9 +79,9 @@ def _call(plan: LinearPlan, given: Arrays, dtype: Any) -> tuple[jax.Array, ...]:
         Input(given.value, values),
         Input(given.rows, of_chunk(given.rows)),
         Input(given.columns, of_chunk(given.columns)),
-        Input(given.copies, pl.BlockSpec(given.copies.shape, lambda b, h, n: (0, 0))),
+        Input(copied, pl.BlockSpec(copied.shape, lambda b, h, n: (0, 0))),
         initial,
-        Output(output_like(given.value, given.value.shape, dtype), values),
+        Output(output_like(given.value, given.value.shape, plan.dtype), values),
         Output(output_like(given.value, given.state.shape, jnp.dtype(jnp.float32)), initial.spec, over=initial),
     )
     outputs, last = call_kernel(
@@ -181,7 +181,6 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
         found = product(_half(weights[i // 2], i), parts(values[i], rough), rough)
         outputs = (past[i].of_query * gates.of_head("kept", i, plan.Dv) + found) * plan.scale
         refs.outputs[0, :, _part(i, plan.Dv)] = outputs.astype(refs.outputs.dtype)
-    for i in heads:
         added = parts(values[i].astype(jnp.float32) * gates.of_head("to_end", i, plan.Dv), count)
         whole = jnp.concatenate([gates.whole(i)] * (plan.Dv // LANES), axis=1)
         refs.state[0, i] = whole * refs.state[0, i] + product(keys[i], added, count, BY_COLUMNS)

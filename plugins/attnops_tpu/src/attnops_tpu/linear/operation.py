@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import jax
 
 from attnops import Limits, OperationMetadata, Reason, Request
 from attnops_linear import LinearAttention, LinearOutput, LinearRequest
+from attnops_linear.chunks import FEW
 
 # The head dims that vector memory has room for.
-LARGEST = 256
+LARGEST: Final = 256
 
 
 class TPULinearAttention(LinearAttention):
@@ -44,6 +45,10 @@ class TPULinearAttention(LinearAttention):
     def details(self, request: Request) -> Iterable[str]:
         """See `attnops.BaseOperation.details`."""
         if isinstance(request, LinearRequest):
+            few = request.length <= FEW
+            yield (
+                "token by token, in float32" if few else "in chunks of 64 tokens, states in vector memory between them"
+            )
             yield "derivatives are those of the native forward, in plain JAX"
 
     def forward_tpu(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+import dataclasses
+from typing import Any, Final
 
 import jax
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops import OperationMetadata
-from attnops.typing import PyTree
+from attnops.typing import DType, PyTree
 from attnops_tpu.generations import bounds_checks, generation
 from attnops_tpu.references import needed
 
@@ -23,10 +24,13 @@ _SHARE: Final = 8
 _SPILLED: Final = 1 << 20
 
 
-class LinearPlan(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearPlan:
     """What is static.
 
     Attributes:
+        B: rows.
+        dtype: of the outputs.
         keys: key heads of a grid step.
         heads: value heads of a grid step.
         D: of keys, padded to a multiple of 128.
@@ -37,6 +41,8 @@ class LinearPlan(NamedTuple):
         interpret: whether kernels run in Pallas's interpreter.
     """
 
+    B: int
+    dtype: DType
     keys: int
     heads: int
     D: int
@@ -58,8 +64,8 @@ def plan(
     room = generation().vmem // _SHARE // (4 * 4 * D * Dv)
     keys, heads = heads_of_step(K, H, max(1, min(_HEADS, room)))
     return LinearPlan(
-        keys=keys, heads=heads, D=D, Dv=Dv, scale=scale, beta=beta, passes=_COUNTS.get(metadata.precision, 3),
-        interpret=metadata.interpret,
+        B=query.shape[0], dtype=query.dtype, keys=keys, heads=heads, D=D, Dv=Dv, scale=scale, beta=beta,
+        passes=_COUNTS.get(metadata.precision, 3), interpret=metadata.interpret,
     )  # fmt: skip
 
 

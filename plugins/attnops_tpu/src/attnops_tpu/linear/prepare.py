@@ -36,7 +36,6 @@ class Arrays(NamedTuple):
         value: [B, N · C, H · Dv].
         rows: [B, H / h, N, 8, p · 2 · C] float32, values of the tokens of each pair's heads side by side.
         columns: [B, H / h, N, 48, p · C] bfloat16, three parts of 8 values for each of both heads.
-        copies: [48, 9 · 128] bfloat16, by which a product copies these to the lanes.
         state: [B, H, D, Dv] float32.
     """
 
@@ -45,7 +44,6 @@ class Arrays(NamedTuple):
     value: jax.Array
     rows: jax.Array
     columns: jax.Array
-    copies: jax.Array
     state: jax.Array
 
 
@@ -91,19 +89,19 @@ def arrays(
     return Arrays(
         of_tokens(query, plan.D), of_tokens(key, plan.D), of_tokens(value, plan.Dv),
         jnp.pad(jnp.concatenate(rows, axis=3), (*[(0, 0)] * 3, (0, GATES - len(rows)), (0, 0))),
-        jnp.concatenate(parts(columns, _PARTS), axis=3), jnp.asarray(_copies(), jnp.bfloat16),
+        jnp.concatenate(parts(columns, _PARTS), axis=3),
         padded_state(plan, initial_state, B, H),
     )  # fmt: skip
 
 
-def _copies() -> np.ndarray[Any, Any]:
-    """`Arrays.copies`: 1 where a lane has a copy of a value."""
+def copies() -> jax.Array:
+    """[48, 9 · 128] bfloat16, by which a product copies `Arrays.columns` to the lanes: 1 where a lane has a value."""
     head, gate, second = np.arange(2)[:, None, None], np.arange(GATES)[:, None], np.arange(2 * CHUNK) >= CHUNK
     blocks = [(gate == i) & (head == second) for i in range(len(OF_PAIR))]
     for i in range(len(OF_HEAD)):
         blocks += [(gate == len(OF_PAIR) + i) & (head == one) & (second >= 0) for one in range(2)]
     found = np.concatenate(np.broadcast_arrays(*blocks), axis=-1).reshape(2 * GATES, -1)
-    return np.tile(found, (_PARTS, 1))
+    return jnp.asarray(np.tile(found, (_PARTS, 1)), jnp.bfloat16)
 
 
 def zeroed(x: jax.Array, is_token: jax.Array | None) -> jax.Array:

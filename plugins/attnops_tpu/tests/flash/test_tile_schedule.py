@@ -303,7 +303,7 @@ BANDS = {
     "both sides": (SlidingWindow(20, 11), [(-11, 20), (-11, 20)]),
     "documents": (Causal() & Segments(np.repeat(np.arange(6), 16)), [(0, None)]),
     "ragged documents": (Causal() & Segments(np.repeat([0, 1, 2], [37, 9, 50])), [None]),
-    "rows without keys": (Causal(offset=-40) & SlidingWindow(30, 0), [(40, None), (None, 70)]),
+    "rows without keys": (Causal(offset=-40) & SlidingWindow(30, 0, offset=-40), [(40, None), (40, 70)]),
 }
 
 

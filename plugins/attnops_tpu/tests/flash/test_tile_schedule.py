@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 import jax
@@ -11,9 +12,12 @@ import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops.masks import Causal, Chunked, Coverage, Dense, Mask, Segments, SlidingWindow, block_map
+from attnops.kernels import FlashCall
+from attnops.masks import Band, Causal, Chunked, Coverage, Dense, Mask, Segments, SlidingWindow, block_map
 from attnops_testing import attention, attention_gradients
 from attnops_tpu.flash import backward, forward, prepare, tile_sizes
+from attnops_tpu.flash.backend import PallasFlash
+from attnops_tpu.flash.plan import FlashPlan
 from attnops_tpu.flash.tile_schedule import (
     KINDS,
     MAX_ROWS,
@@ -299,7 +303,7 @@ BANDS = {
     "both sides": (SlidingWindow(20, 11), [(-11, 20), (-11, 20)]),
     "documents": (Causal() & Segments(np.repeat(np.arange(6), 16)), [(0, None)]),
     "ragged documents": (Causal() & Segments(np.repeat([0, 1, 2], [37, 9, 50])), [None]),
-    "rows without keys": (Causal(offset=-40) & SlidingWindow(30, 0), [(40, None), (None, 70)]),
+    "rows without keys": (Causal(offset=-40) & SlidingWindow(30, 0, offset=-40), [(40, None), (40, 70)]),
 }
 
 
@@ -327,3 +331,79 @@ def test_attention_with_several_variants(name: str, most: float, monkeypatch: py
     expected = attention_gradients(q, k, v, mask=seen, d_out=d).values
     for x, y in zip(result, (expected[name] for name in ("query", "key", "value")), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+def draws(rng: np.random.Generator) -> tuple[Mask, int, int]:
+    """A mask that is known when tracing, and numbers of queries and of keys."""
+    T, S = (int(256 * n - cut) for n, cut in zip(rng.integers(1, 9, 2), rng.choice([0, 3, 200], 2), strict=True))
+    low, high = sorted(rng.integers(-S, T, 2).tolist())
+    ids = np.sort(rng.integers(0, 4, max(T, S)))
+    masks = [Band(low, high), Band(None, high), Band(low, None), SlidingWindow(int(rng.integers(0, 900)), 0),
+             SlidingWindow(np.array([[5, 600]]), 100), Chunked(int(rng.integers(1, 900))),
+             Segments(ids[-T:], ids[-S:])]  # fmt: skip
+    first, second = rng.choice(len(masks), 2)
+    return masks[first] & masks[second] if rng.integers(2) else masks[first], T, S
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["v6e", "tpu7x"])
+def test_schedules_show_what_a_mask_shows(generation: str) -> None:
+    """Sub-tiles that are hidden, not masked, or masked by a band; and what each step reads of the tile before."""
+    rng, seen_bands = np.random.default_rng(0), 0
+    for _ in range(40):
+        mask, T, S = draws(rng)
+        mask = mask.bind(1, 2, T, S)
+        q, k = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.bfloat16) for n in (T, S))
+        sizes = {f"block_{x}": int(rng.choice([256, 512, 1024])) for x in "qk"}
+        with target(generation):
+            plan = PallasFlash().plan(FlashCall(OperationMetadata(platform="tpu", **sizes), q, k, k, mask=mask))
+            schedules = prepare.tile_schedules(plan, mask)
+        seen = np.broadcast_to(np.asarray(mask.dense(1, 2, T, S)), (1, 2, T, S))[0]
+        dense = np.pad(seen, ((0, 0), (0, plan.Tp - T), (0, plan.Sp - S)))
+        for schedule, by_key in ((schedules.forward[0], False), (schedules.spans[0], True)):
+            shape = (plan.backward if by_key else plan.forward)[:2]
+            maps = np.asarray(schedule.entries).reshape(-1, schedule.stride)[:, : schedule.longest + 1]
+            for h in range(2):
+                entry, shown = unpack(maps[h % len(maps)]), np.zeros((plan.Tp, plan.Sp), bool)
+                seen_bands += sum(body.band is not None for body in schedule.bodies)
+                for row, column, kind in zip(entry.row[:-1], entry.column[:-1], entry.kind[:-1], strict=True):
+                    if kind:
+                        at = (column, row) if by_key else (row, column)
+                        _show(shown, plan, schedule.body(int(kind)), dense[h], at, shape, by_key)
+                np.testing.assert_array_equal(shown[:T, :S], seen[h], str(mask))
+                if not by_key:
+                    _check_reads(schedule, entry.kind[:-1].tolist())
+    assert seen_bands > 40
+
+
+def _show(
+    shown: np.ndarray, plan: FlashPlan, body: Body, dense: np.ndarray, tile: tuple[int, int], sizes: tuple[int, int],
+    by_key: bool,
+) -> None:  # fmt: skip
+    """What the code of a tile shows, by sub-tiles of (keys, queries)."""
+    rows, cols = sizes
+    for i, j in np.ndindex(plan.bq // cols, plan.bk // rows):
+        q = np.arange(cols)[:, None] + tile[0] * plan.bq + i * cols
+        kv = np.arange(rows) + tile[1] * plan.bk + j * rows
+        at, here = ((j, i) if by_key else (i, j)), (slice(q[0, 0], q[-1, 0] + 1), slice(kv[0], kv[-1] + 1))
+        if at in body.hidden:
+            continue
+        if not body.is_masked(*at):
+            shown[here] = True
+        elif body.band is not None:
+            low, high = body.band
+            shown[here] = (low is None or kv <= q - low) & (True if high is None else kv >= q - high)
+        else:
+            shown[here] = dense[here]
+
+
+def _check_reads(schedule: TileSchedule, kinds: list[int]) -> None:
+    """A step reads all that the tile before shows, and of what it hides only what that has filled."""
+    for before, kind in itertools.pairwise(kinds):
+        if kind == before == Coverage.EMPTY:
+            continue  # padding, or rows without tiles, of which the first one accumulates
+        variants = [v for v in schedule.variants if v.kind == kind]
+        (variant,) = (v for v in variants if before in v.before)
+        left_out, hidden = set(schedule.hidden_before(variant)), set(schedule.body(before).hidden)
+        assert left_out <= hidden
+        assert left_out == hidden or schedule.fills(before)

@@ -182,6 +182,8 @@ def _batched_bundles(schedule: Schedule, tile: Tile, blocks: list[tuple[int, int
     return float(step * sum(n for n, _ in blocks)), float(step)
 
 
+# The queries from which on a kernel's tiles, and so its code, are the same.
+SAME_FROM: Final = {"RPA v3": 512, "flywheel": 2048, "batched_rpa": 512}
 COUNTS: Final = {"RPA v3": _rpa_v3_bundles, "flywheel": _flywheel_bundles, "batched_rpa": _batched_bundles}
 
 
@@ -197,7 +199,8 @@ def prompts(generation: str, queries: int, context: int) -> dict[str, Prompt]:
     result = {}
     for name in PEERS:
         try:
-            result[name] = prompt(name, generation, queries, context)
+            compiled = min(queries, SAME_FROM[name])
+            result[name] = prompt(name, generation, queries, context, compiled=compiled)
         except RuntimeError as error:
             if not any(refusal in str(error) for refusal in REFUSALS):
                 raise

@@ -139,17 +139,28 @@ def test_random_steps_are_right(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize(("axes", "is_packed"), [(("dp", "tp"), False), (("tp",), True), (("dp",), True)])
 @pytest.mark.tier(every=3)
-def test_many_queries_on_a_mesh_of_explicit_axes_are_right(axes: tuple[str, ...], is_packed: bool) -> None:
+def test_many_queries_on_a_mesh_of_explicit_axes_are_right(
+    axes: tuple[str, ...], is_packed: bool, is_paged: bool
+) -> None:
     """Packed rows whose rows are on several devices are appended first; each device attends to its rows."""
     mesh = jax.make_mesh((2,) * len(axes), axes, (jax.sharding.AxisType.Explicit,) * len(axes),
                          devices=jax.devices()[: 2 ** len(axes)])  # fmt: skip
 
-    def make() -> Cache:
-        return DenseCache.create(batch=B, length=SLOTS, kv_heads=K, head_dim=16, dtype=jnp.float32)
-
     random = np.random.default_rng(0)
+    table = random.permutation(B * SLOTS // PAGE).reshape(B, -1)
+    if is_paged and "dp" in axes:  # the pages of a device are those of its rows
+        table = np.concatenate([random.permutation(B * SLOTS // PAGE // 2).reshape(B // 2, -1) for _ in range(2)])
+
+    def make(first: int = 0) -> Cache:
+        sizes: dict[str, Any] = {"batch": B, "kv_heads": K, "head_dim": 16, "dtype": jnp.float32}
+        if not is_paged:
+            return DenseCache.create(length=SLOTS, **sizes)
+        pages = table + first * (np.arange(B) >= B // 2)[:, None]
+        return PagedCache.create(pages=table.size, page_size=PAGE, max_pages=table.shape[1], table=pages, **sizes)
+
     before, new, query = (jnp.asarray(random.normal(size=(B, 40, n, 16)), jnp.float32) for n in (K, K, H))
     rows = Rows(jnp.array([0, 1, 36, 37]), jnp.array([2, 3, 0])) if is_packed else None
     given = [x[:1] if is_packed else x for x in (query, new, -new)]
@@ -162,8 +173,8 @@ def test_many_queries_on_a_mesh_of_explicit_axes_are_right(axes: tuple[str, ...]
     native = OperationRegistry.create("flash", OperationMetadata(platform="cpu"))
     held = np.array([40, 7, 0, 33])
     with jax.set_mesh(mesh), target("v6e"):
-        got, written = step(kernel, sharded(make, mesh).append(before, -before, held))
-    expected, after = step(native, make().append(before, -before, held))
+        got, written = jax.block_until_ready(step(kernel, sharded(make, mesh).append(before, -before, held)))
+    expected, after = step(native, make(table.size // 2 if "dp" in axes else 0).append(before, -before, held))
     for name in ("attention_outputs", "logsumexp"):
         np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
     for x, y in zip(written.read(), after.read(), strict=True):

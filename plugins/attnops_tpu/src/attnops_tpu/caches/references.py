@@ -113,8 +113,8 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
 
     def result(shape: tuple[int, int], dtype: np.dtype) -> Output:
         array = output_like(inputs.query, (plan.items, plan.K, *shape), dtype)
-        # Gathered queries are as large as many rows of padding; a step reads its own, and at most the next ones.
-        is_like = plan.is_packed and (array.shape, array.dtype) == (inputs.query.shape, inputs.query.dtype)
+        # Queries of two sizes of tiles are as large as many rows of padding; a step reads its own and the next ones.
+        is_like = places is not None and (array.shape, array.dtype) == (inputs.query.shape, inputs.query.dtype)
         return Output(array, by_item(array).spec, over=query if is_like else None)
 
     def state(heads: int, d: int, dtype: np.dtype | None = None) -> Any:

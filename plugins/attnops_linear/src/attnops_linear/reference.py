@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,7 +32,7 @@ def reference(
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     is_token, ids = jnp.ones((B, T), bool), jnp.zeros((B, T, 1), jnp.int32)
     for part in [] if mask is None else parts_of(mask):
-        bound = part.bind(B, 1, T, T)
+        bound: Any = part.bind(B, 1, T, T)
         if isinstance(part, KeyPadding):
             is_token = is_token & bound.is_token
         else:

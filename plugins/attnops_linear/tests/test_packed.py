@@ -69,19 +69,20 @@ def check_steps(**options: Any) -> None:
             for name, y in (by_token | {"x": x}).items():
                 packed[name][0, at] = y[token]
         mixed_tokens = packed.pop("x")
-        outputs, mixed, cache = step(cache, Rows(starts, np.array(slots)), packed, mixed_tokens)
+        found = step(cache, Rows(starts, np.array(slots)), packed, mixed_tokens)
+        outputs, mixed, cache = np.asarray(found[0]), np.asarray(found[1]), found[2]
         others = np.ones(N, bool)
         for at, token in places:
             np.testing.assert_allclose(outputs[0, at], whole[token], atol=2e-5)
             np.testing.assert_allclose(mixed[0, at], convolved[token], atol=2e-5)
             others[at], done[token[0]] = False, token[1].stop
-        assert not np.asarray(outputs)[0, others].any()
-        assert not np.asarray(mixed)[0, others].any()
+        assert not outputs[0, others].any()
+        assert not mixed[0, others].any()
         np.testing.assert_array_equal(cache.lengths, done)
     _, states = exact(given, mask=KeyPadding(np.arange(N) < done[:, None]))
     np.testing.assert_allclose(cache.state, states, atol=2e-5)
-    for b in range(B):
-        np.testing.assert_array_equal(cache.conv[b], padded[b, done[b] : done[b] + W - 1])  # type: ignore[index]
+    last = np.stack([padded[b, done[b] : done[b] + W - 1] for b in range(B)])
+    np.testing.assert_array_equal(cache.conv, last)
 
 
 @pytest.mark.slow
@@ -97,7 +98,8 @@ def test_prompts_and_single_tokens_of_rows_in_one_step() -> None:
 def test_what_packed_rows_cannot_have_is_refused() -> None:
     given = {name: y[:1] for name, y in arrays(5).items()}
     x = given.pop("x")
-    cache = StateCache.create(batch=B, heads=H, head_dim=D, value_head_dim=Dv, conv=(C, W))
+    arrays_of = np.zeros((B, H, D, Dv), np.float32), np.zeros((B, W - 1, C), np.float32), np.zeros(B, np.int32)
+    cache = StateCache(*arrays_of)  # type: ignore[arg-type]
     rows = Rows([0, 2, 5], [1, 3])
     for options, text in (
         ({"query_lengths": [5]}, "rows and query_lengths are given"),

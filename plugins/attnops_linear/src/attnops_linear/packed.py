@@ -39,16 +39,20 @@ class Runs(NamedTuple):
         return old.at[self.slots].set(new.astype(old.dtype), mode="drop")
 
 
-def runs_of(rows: Any, x: jax.Array, batch: int, options: dict[str, Any]) -> Runs:
-    """The runs of the tokens of an array [1, N, ...].
-
-    Raises:
-        ValueError: ``rows`` are not those of N tokens, or there is more than a packed row, or another option that says
-            which tokens are of which row.
-    """
+def without_masks(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are given; a `ValueError` if another than rows says which tokens are of which row."""
     for name in ("query_lengths", "mask"):
         if options.get(name) is not None:
             raise ValueError(f"rows and {name} are given, but rows say which tokens are whose and which are padding")
+    return {name: x for name, x in options.items() if x is not None}
+
+
+def runs_of(rows: Any, x: jax.Array, batch: int) -> Runs:
+    """The runs of the tokens of an array [1, N, ...].
+
+    Raises:
+        ValueError: ``rows`` are not those of N tokens, or there is more than a packed row.
+    """
     if x.shape[0] != 1:
         raise ValueError(f"rows are given with {x.shape[0]} rows of tokens, but packed tokens have one: [1, N, ...]")
     N = x.shape[1]
@@ -66,11 +70,12 @@ def step_linear(
     The first tokens of all runs are a batch, so that a step of one token a row is one call; what follows of each run is
     computed `PIECE` tokens at a time, in a loop that has no more iterations than there are tokens for.
     """
-    call = operation.bind(*arrays, **{name: x for name, x in options.items() if name != "query_lengths"})
-    runs = runs_of(rows, call.args[0], cache.lengths.shape[0], options)
+    options = without_masks(options)
+    call = operation.bind(*arrays, **options)
+    runs = runs_of(rows, call.args[0], cache.lengths.shape[0])
     tokens = dict(zip(("query", "key", "value"), call.args, strict=True))
     tokens |= {name: call.options[name] for name in ("decay", "beta") if getattr(options.get(name), "ndim", 0) > 1}
-    others = {name: x for name, x in options.items() if name not in tokens and x is not None}
+    others = {name: x for name, x in options.items() if name not in tokens}
     query, value = call.args[0], call.args[2]
     N, lengths = query.shape[1], cache.lengths.at[runs.slots].add(runs.counts, mode="drop")
     outputs = jnp.zeros((1, N, *value.shape[2:]), query.dtype)
@@ -108,10 +113,11 @@ def step_conv(
     operation: CausalConv1d, x: Any, weight: Any, cache: StateCache, rows: Any, options: dict[str, Any]
 ) -> tuple[jax.Array, StateCache]:
     """The outputs of packed tokens, [1, N, C], and the cache after them; a run follows the last tokens of its row."""
-    call = operation.bind(x, weight, **{name: y for name, y in options.items() if name != "query_lengths"})
+    options = without_masks(options)
+    call = operation.bind(x, weight, **options)
     x, weight = call.args
     assert cache.conv is not None
-    runs = runs_of(rows, x, cache.lengths.shape[0], options)
+    runs = runs_of(rows, x, cache.lengths.shape[0])
     N, (R,), W = x.shape[1], runs.counts.shape, weight.shape[1]
     bounds = runs.first + (W - 1) * jnp.arange(R, dtype=jnp.int32)  # of the tokens before each run
     before, taps = jnp.arange(N, dtype=jnp.int32), jnp.arange(W - 1, dtype=jnp.int32)
@@ -122,8 +128,7 @@ def step_conv(
     full = jnp.zeros((N + (W - 1) * R, x.shape[2]), jnp.promote_types(x.dtype, cache.conv.dtype))
     full = full.at[place].set(jnp.where(is_token[:, None], x[0], 0).astype(full.dtype))
     full = full.at[bounds[:, None] + taps].set(cache.conv.at[runs.slots].get(mode="clip").astype(full.dtype))
-    others = {name: y for name, y in options.items() if name not in ("query_lengths", "mask")}
-    outputs = operation(full[None], weight, mask=Segments(ids), **others).outputs[:, place]
+    outputs = operation(full[None], weight, mask=Segments(ids), **options).outputs[:, place]
     last = full[(bounds + runs.counts)[:, None] + taps]
     outputs = jnp.where(is_token[None, :, None], outputs, 0).astype(x.dtype)
     return outputs, cache.with_conv(runs.kept(cache.conv, last))

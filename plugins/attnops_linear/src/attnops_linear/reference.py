@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -30,10 +32,11 @@ def reference(
     query, key, value = (x.astype(dtype) for x in (query, key, value))
     is_token, ids = jnp.ones((B, T), bool), jnp.zeros((B, T, 1), jnp.int32)
     for part in [] if mask is None else parts_of(mask):
+        bound: Any = part.bind(B, 1, T, T)
         if isinstance(part, KeyPadding):
-            is_token = is_token & part.bind(B, 1, T, T).is_token
+            is_token = is_token & bound.is_token
         else:
-            of_part = jnp.broadcast_to(part.bind(B, 1, T, T).q_ids, (B, T))
+            of_part = jnp.broadcast_to(bound.q_ids, (B, T))
             ids = jnp.concatenate([ids, of_part[..., None].astype(jnp.int32)], axis=-1)
     query, key = (jnp.repeat(x, H // K, axis=2) for x in (query, key))
     query = query * (D**-0.5 if scale is None else scale)

@@ -41,6 +41,10 @@ def product(a: Sequence[jax.Array], b: Sequence[jax.Array], count: int, axes: tu
         axes: the contracted axes.
     """
     along = 1 - axes[0]
+    if len(a) == 1:
+        # One product of more terms adds them up.
+        b = b[:count]
+        a, b = [jnp.concatenate([a[0]] * len(b), axis=axes[0])], [jnp.concatenate(b, axis=axes[1])]
     dimensions: Any = (((axes[0],), (axes[1],)), ((), ()))
     size, total = a[0].shape[along], None
     for j, part in reversed(list(enumerate(b[:count]))):

@@ -49,6 +49,8 @@ def saved(family: str, path: Path) -> Any:
     torch.manual_seed(0)
     config, model, options = FAMILIES[family]
     made = model._from_config(config(**SIZES, **options), attn_implementation="eager", dtype=torch.float32)
+    # Else tied embeddings repeat the last token, whatever the layers add.
+    made.get_input_embeddings().weight.data.mul_(0.05)
     made.save_pretrained(path)
     return made.eval()
 

@@ -1,4 +1,4 @@
-"""Greedy tokens of vLLM, with one attention backend, of a small Llama with random weights; its last line is JSON.
+"""Greedy tokens of vLLM, with one attention backend, of a small model with random weights; one line of JSON.
 
     python greedy.py FOLDER BACKEND PROMPTS COUNT
 

@@ -27,8 +27,8 @@ SPEC.loader.exec_module(theirs)
 jnp.zeros(1) + 1  # JAX's tests may not be the first to open the cache of compiled programs
 METADATA = OperationMetadata()
 INTERPRETED = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error")
-# The reference rounds weights to the dtype of values.
-TOLERANCES = {4: 1e-5, 2: 2e-2, 1: 0.1}
+# Scores are up to 50. With 16 bits the reference rounds them by up to 0.1, and weights to the dtype of values.
+TOLERANCES = {4: 1e-4, 2: 0.1, 1: 0.1}
 
 
 def to_pages(cache: Any, K: int) -> Any:

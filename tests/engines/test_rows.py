@@ -17,7 +17,7 @@ from tpu_inference.layers.common.sharding import MESH_AXIS_NAMES
 from tpu_inference.runner.kv_cache import get_kv_cache_shape_with_mesh
 
 from attnops import OperationMetadata, UnsupportedError
-from attnops_tpu.aot import compile_for
+from attnops_tpu.aot import compile_for, environment
 from attnops_vllm.backend import EngineAttention
 from attnops_vllm.pages import pages_shape
 from attnops_vllm.rows import Scores, attend
@@ -211,7 +211,9 @@ def test_fewer_kv_heads_than_shards_are_repeated() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_a_tpu_updates_donated_pages_and_copies_none(dtype: Any) -> None:
+def test_a_tpu_updates_donated_pages_and_copies_none(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment().items():  # before the compiler is loaded
+        monkeypatch.setenv(name, value)
     shapes = {"pages": pages_shape(4096, 64, 8, 128, dtype), "query": (128, 32, 128), "key": (128, 8, 128)}
     dtypes = {"pages": dtype, "query": jnp.bfloat16, "key": dtype}
     pages, query, key = (jax.ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes)

@@ -32,7 +32,7 @@ class FakeEngine(Engine):
     """
 
     def __init__(self, *, seconds: float = 0.0, fails_after: int = 1 << 30, **options: Any) -> None:
-        config = SimpleNamespace(max_position_embeddings=1 << 20, vocab_size=96)
+        config = SimpleNamespace(max_position_embeddings=1 << 20, vocab_size=96, has_linear_layers=False)
         model = SimpleNamespace(config=config, init_ragged_pages=lambda **_: ((), None))
         sizes = {"rows": 4, "pages": 1 << 10, "page_size": 16, "max_length": 1 << 12, "chunks": [64]}
         super().__init__(model, Characters(), **(sizes | options))  # type: ignore[arg-type]

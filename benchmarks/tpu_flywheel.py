@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 
 # Tokens of a document, by which flywheel chooses the tiles of packed sequences.
 DOCUMENT: Final = 1024
-# Heads that one body computes at documents of this length, by flywheel's table.
-FOLD: Final = 2
+# Heads that one body computes at documents of this length, by flywheel's table, which has v6e alone.
+FOLD: Final = {"v6e": 2}
 # Keys before a query that windows show.
 LEFT: Final = {"window": 1023, "wide window": 4095}
 # Bodies are longer, and other regions shorter.
@@ -154,7 +154,7 @@ def counted(job: Any, outline: Outline) -> dict[str, float]:
     """The bundles of a `KernelJob` for a head, by part, as of `tpu_contenders.bundles_per_head`."""
     count = backward_bodies if job.backward else bodies
     documents = job.mask == "documents" and not job.blocks
-    return bundles(outline, *count(job.blocks, job.mask, job.T), FOLD if documents else 1)
+    return bundles(outline, *count(job.blocks, job.mask, job.T), FOLD.get(job.generation, 1) if documents else 1)
 
 
 def bundles(

@@ -17,7 +17,6 @@ from tpu_inference.layers.common.sharding import MESH_AXIS_NAMES
 from tpu_inference.runner.kv_cache import get_kv_cache_shape_with_mesh
 
 from attnops import OperationMetadata, UnsupportedError
-from attnops_tpu.aot import compile_for, environment
 from attnops_vllm.backend import EngineAttention
 from attnops_vllm.pages import pages_shape
 from attnops_vllm.rows import Scores, attend
@@ -208,21 +207,6 @@ def test_fewer_kv_heads_than_shards_are_repeated() -> None:
     out, pages = through_the_engine(twice, mesh_of(1, 2), Scores(scale=0.3))
     np.testing.assert_allclose(out, wanted, atol=2e-5)
     np.testing.assert_array_equal(pages, np.repeat(pages_wanted, 2, axis=2).astype(np.float32))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_a_tpu_updates_donated_pages_and_copies_none(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment().items():  # before the compiler is loaded
-        monkeypatch.setenv(name, value)
-    shapes = {"pages": pages_shape(4096, 64, 8, 128, dtype), "query": (128, 32, 128), "key": (128, 8, 128)}
-    dtypes = {"pages": dtype, "query": jnp.bfloat16, "key": dtype}
-    pages, query, key = (jax.ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes)
-    integers = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (64, 64 * 64, 65, 3))
-    function = functools.partial(attend, OperationMetadata(platform="tpu", on_unsupported="error"), Scores(scale=0.1))
-    memory = compile_for(function, (pages, query, key, key, *integers), "v6e", donated=(0,)).memory_analysis()
-    size = int(np.prod(pages.shape)) * pages.dtype.itemsize
-    assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < size // 4
 
 
 @pytest.mark.parametrize(

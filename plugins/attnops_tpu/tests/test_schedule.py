@@ -124,8 +124,8 @@ def test_trips_are_those_of_the_tile_schedules() -> None:
     # a head's first tile the last one of the head before.
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (
         11, 0,
-        [("FULL", 3), ("FULL after REDUCED", 3), ("REDUCED", 3), ("REDUCED after REDUCED", 1),
-         ("drain after REDUCED", 1 / 8), ("empty rows", 0), ("init", 1 / 8), ("finish", 4)],
+        [("FULL after FULL", 3), ("FULL after REDUCED", 3), ("REDUCED after FULL", 3), ("REDUCED after REDUCED", 1),
+         ("drain", 1 / 8), ("empty rows", 0), ("init", 1 / 8), ("finish", 4)],
     )  # fmt: skip
     ((steps, padding, trips),) = whole.own_trips(job._replace(backward=True))
     assert (steps, padding, [(name, runs) for name, runs, _ in trips]) == (

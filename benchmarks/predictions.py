@@ -39,7 +39,11 @@ def call(T: int, mask: str, backward: bool) -> dict[str, Any]:
 def of_tpus(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of TPUs; a pass forward and backward has both kernels."""
     # The newest result of each job, which is the last.
-    newest = {KernelJob(*json.loads(key)[0]): result for key, result in results.items() if "error" not in result}
+    newest = {}
+    for key, result in results.items():
+        if "error" not in result:
+            job = KernelJob(*json.loads(key)[0])
+            newest[job._replace(blocks=tuple(job.blocks))] = result
     rows = []
     for job, result in newest.items():
         other = newest.get(job._replace(backward=False))

@@ -7,7 +7,8 @@ attnops-tpu is compared with flywheel-tpu's ``fused_conv1d_gdn`` and tokamax's `
 A row of 4,096 tokens, and a token of each of 8 rows; 16 heads of 128, bfloat16, float32 states. The peers' kernels also
 have the convolution before it and the gates' activations, which attnops has outside. Their matrix products round to
 bfloat16, states included, which attnops-tpu does with ``precision="default"``; without it, states have the precision
-of float32. Loops over transfers inside a step are counted as run once. "floor" is, of a prompt, what the products in
+of float32. Loops over transfers inside a step are counted as run once, and branches of the peers' decode kernels
+as taken. "floor" is, of a prompt, what the products in
 chunks of 64 tokens need at the published peak of the matrix units; of a token, what reading and writing states needs
 at the published bandwidth of main memory. Needs Linux on x86, Python 3.12 and
 ``pip install -r benchmarks/requirements-tpu.txt``.

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from attnops_cli.show import mask_with_values
+from attnops_testing.prove.cases import timed_cases
+from attnops_testing.prove.predicted import _rows, predicted
 from attnops_testing.prove.process import run as run_step
 from attnops_testing.prove.record import Record
 from attnops_testing.prove.report import compare, markdown
@@ -169,6 +172,21 @@ def test_results_of_other_versions_are_not_taken_over(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a record of attnops prove"):
         Record.read(tmp_path / "record.json")
+
+
+def test_each_prediction_is_for_a_call_that_is_timed() -> None:
+    timed = [
+        {"length": x.length, "head_dim": x.head_dim, "dtype": x.dtype, "backward": x.backward,
+         "mask": "" if x.mask == "Full()" else repr(mask_with_values(x.mask))}
+        for x in timed_cases("tpu") if not x.cache
+    ]  # fmt: skip
+    rows = _rows()
+    assert len(rows) > 8
+    assert [row for row in rows if row["call"] not in timed] == []
+    found = {**rows[0]["call"], "name": rows[0]["operations"][0], "batch": 2, "heads": 3}
+    low, middle, high = (6 * x for x in rows[0]["ms_per_head"])
+    assert predicted(rows[0]["devices"][0], found) == f"{middle:.3f} ({low:.3f} to {high:.3f})"
+    assert predicted("cpu", found) == ""
 
 
 def test_a_signal_without_a_name_is_a_number() -> None:

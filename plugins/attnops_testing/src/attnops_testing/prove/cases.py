@@ -81,8 +81,9 @@ def timed_cases(platform: str) -> list[TimedCase]:
         cached: dict[str, Any] = {**small, "length": 2048, "batch": 4}
     else:
         arrays = [
-            TimedCase(name="causal 4k", length=4096, batch=4), TimedCase(name="full 4k", length=4096, batch=4,
-            mask="Full()"), TimedCase(name="causal 8k", length=8192, batch=2), TimedCase(name="causal 32k", length=32768),
+            TimedCase(name="causal 4k", length=4096, batch=4),
+            TimedCase(name="full 4k", length=4096, batch=4, mask="Full()"),
+            TimedCase(name="causal 8k", length=8192, batch=2), TimedCase(name="causal 32k", length=32768),
             TimedCase(name="window of 1,024, 16k", length=16384, mask="Causal() & SlidingWindow(1023, 0)"),
             TimedCase(name="16 documents, 16k", length=16384, documents=16),
         ]  # fmt: skip

@@ -57,6 +57,17 @@ def test_the_core_serves_where_no_other_has_a_forward_of_its_own(install: Instal
     assert jnp.allclose(out.attention_outputs, 2.0)
 
 
+def test_another_distributions_class_serves_where_a_subclass_of_it_has_no_forward_of_its_own(install: Install) -> None:
+    install("acme-base", OPERATION + CUDA)
+    derived = "from acme_base import Operation as Base\n\n\nclass Operation(Base):\n"
+    install("acme-tpu", derived + TPU)
+    served = {x: OperationRegistry.get("zeta", x).__module__ for x in ("cpu", "cuda", "rocm", "tpu")}
+    assert served == {"cpu": "acme_base", "cuda": "acme_base", "rocm": "acme_base", "tpu": "acme_tpu"}
+    # A class between them does not count as a forward of the last one's own.
+    install("acme-last", "from acme_tpu import Operation as Base\n\n\nclass Operation(Base):\n    pass\n")
+    assert {x: OperationRegistry.get("zeta", x).__module__ for x in served} == served
+
+
 def test_an_unknown_name_lists_near_ones(install: Install) -> None:
     install("acme-attention")
     with pytest.raises(ValueError, match=r"impl_name='zetta' is not an installed operation; .*did you mean 'zeta'"):

@@ -267,14 +267,12 @@ def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOpera
     # One plugin per class: a class may be both an entry point and registered by hand.
     classes = {plugin.operation_class: plugin for plugin in usable if plugin.operation_class is not None}
     core = next((cls for cls, plugin in classes.items() if plugin.distribution == CORE), None)
-    serving = []
-    for cls in classes:
-        inherits = core is not None and cls is not core and issubclass(cls, core)
-        if platform in served_platforms(cls, core if inherits else None):
-            serving.append(cls)
+    # The class that it inherits from: what it does not override is that one's.
+    bases = {cls: next((base for base in cls.__mro__[1:] if base in classes), None) for cls in classes}
+    serving = [cls for cls, base in bases.items() if platform in served_platforms(cls, base)]
     if not serving and core is not None:
         return core
-    candidates = serving or [*classes]
+    candidates = serving or [cls for cls, base in bases.items() if base is None]
     highest = max(cls.priority for cls in candidates)
     best = [cls for cls in candidates if cls.priority == highest]
     if len(best) > 1:

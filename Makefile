@@ -104,7 +104,7 @@ $(ENGINES)/.created: tests/engines/requirements.txt
 		-e plugins/attnops_caches -e plugins/attnops_tpu -e plugins/attnops_vllm
 	@touch $@
 
-engines: $(ENGINES)/.created  ## vLLM's engine for TPUs computes with attnops what it computes with its own kernel, on the CPU
+engines: $(ENGINES)/.created  ## vLLM's engine for TPUs with attnops, on the CPU: its tokens are transformers', its tests' values those of their reference
 	$(ENGINES)/bin/python -m pytest tests/engines
 
 quick: test

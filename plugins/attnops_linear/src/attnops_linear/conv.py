@@ -177,6 +177,10 @@ class CausalConv1d(BaseOperation):
         check_cache(cache)
         if cache.conv is None:
             raise ValueError("the cache has no convolution: create it with conv=(channels, width)")
+        if given := {"state", "return_state"} & options.keys():
+            raise ValueError(
+                f"{sorted(given)[0]} is given, but step takes the state from the cache and returns it in it"
+            )
         if rows is not None:
             outputs, cache = step_conv(self, x, weight, cache, rows, options | {"query_lengths": query_lengths})
             return ConvOutput(outputs), cache

@@ -118,6 +118,11 @@ def step_conv(
     x, weight = call.args
     assert cache.conv is not None
     runs = runs_of(rows, x, cache.lengths.shape[0])
+    if cache.conv.shape[1:] != (weight.shape[1] - 1, x.shape[2]):
+        raise ValueError(
+            f"the cache's conv has shape {cache.conv.shape}, but must have [B, W - 1, C]=[B, {weight.shape[1] - 1}, "
+            f"{x.shape[2]}]: create it with conv=({x.shape[2]}, {weight.shape[1]})"
+        )
     N, (R,), W = x.shape[1], runs.counts.shape, weight.shape[1]
     bounds = runs.first + (W - 1) * jnp.arange(R, dtype=jnp.int32)  # of the tokens before each run
     before, taps = jnp.arange(N, dtype=jnp.int32), jnp.arange(W - 1, dtype=jnp.int32)

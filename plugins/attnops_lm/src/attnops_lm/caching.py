@@ -221,7 +221,12 @@ def with_table(caches: tuple[LayerCache, ...], table: jax.Array) -> tuple[LayerC
 
 def counted(caches: tuple[LayerCache, ...]) -> Cache:
     """The first cache of keys and values, whose lengths are those of all."""
-    return next(cache for cache in caches if isinstance(cache, Cache))
+    found = next((cache for cache in caches if isinstance(cache, Cache)), None)
+    if found is None:
+        raise ValueError(
+            "past_key_values has states alone, but needs a cache of keys and values: take model.init_cache"
+        )
+    return found
 
 
 def truncated(caches: tuple[LayerCache, ...], lengths: jax.Array) -> tuple[LayerCache, ...]:

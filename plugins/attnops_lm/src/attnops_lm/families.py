@@ -143,8 +143,14 @@ def _bamba(hf: Mapping[str, Any]) -> dict[str, Any]:
     if limit != (0.0, math.inf):
         raise ValueError(f"time_step_limit={limit} must be (0, inf): steps here have no limits")
     sizes = {ours: hf[theirs] for ours, theirs in _MAMBA.items()}
-    values = hf["mamba_expand"] * hf["hidden_size"]
-    sizes["value_head_dim"] = values // sizes["value_heads"]
+    values, heads = hf["mamba_expand"] * hf["hidden_size"], sizes["value_heads"]
+    given_dim = hf.get("mamba_d_head", "auto")
+    if values % heads or given_dim not in ("auto", values // heads):
+        raise ValueError(
+            f"mamba_d_head={given_dim} must be mamba_expand * hidden_size={values} over mamba_n_heads={heads}, a whole "
+            f"number"
+        )
+    sizes["value_head_dim"] = values // heads
     return _llama(hf) | {"linear": LinearSizes(rule="mamba2", **sizes)}
 
 
@@ -243,8 +249,8 @@ _NOT_COMPUTED = {
 def _activation(name: str, hf: Mapping[str, Any]) -> str:
     field = FAMILIES[name].activation
     given = hf.get(field) or ("silu" if field == "hidden_act" else "gelu_pytorch_tanh")
-    # The experts of GPT-OSS have a special activation.
-    known = ["silu"] if name == "gpt_oss" else sorted(ACTIVATIONS)
+    # The experts of GPT-OSS have a special activation; SiLU follows the convolutions of linear layers.
+    known = ["silu"] if name in ("bamba", "gpt_oss", "qwen3_next") else sorted(ACTIVATIONS)
     if given not in known:
         raise ValueError(f"{field}={given!r} must be one of {known} for {name}")
     return ACTIVATIONS[given]

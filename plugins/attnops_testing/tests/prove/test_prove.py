@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from attnops_cli.show import mask_with_values
 from attnops_testing.prove.cases import timed_cases
+from attnops_testing.prove.plan import alone
 from attnops_testing.prove.predicted import _rows, predicted
 from attnops_testing.prove.process import run as run_step
 from attnops_testing.prove.record import Record
@@ -114,6 +116,8 @@ def test_an_unknown_operation_is_named() -> None:
     found = run_step(step("find_machine", operations=["nonesuch"], every=False, limit=None))
     assert found.ending is Ending.WRONG
     assert "nonesuch" in found.detail
+    found = run_step(step("find_machine", operations=["causal_conv1d"], every=False, limit=None))
+    assert "computes 'causal_conv1d', but softmax attention is proven" in found.detail
 
 
 def test_the_first_steps_are_the_smallest_calls() -> None:
@@ -160,15 +164,32 @@ def test_a_report_has_times_beside_the_best_peer_and_a_comparison_has_ratios() -
     assert "| causal | flash | 2.000 | 3.000 | 1.50 |" in compared
 
 
-def test_results_of_other_versions_are_not_taken_over(tmp_path: Path) -> None:
+def test_results_of_other_versions_are_refused_and_of_other_sections_kept(tmp_path: Path) -> None:
     earlier = record(("causal", Result(Ending.RIGHT)))
     earlier.write(tmp_path / "record.json")
     read = Record.read(tmp_path / "record.json")
     assert read == earlier
-    assert record(("causal", Result(Ending.RIGHT)), versions="2").resume(read) == 0
+    with pytest.raises(ValueError, match="give another --report, or --fresh"):
+        record(("causal", Result(Ending.RIGHT)), versions="2").resume(read)
     fresh = record(("causal", Result(Ending.RIGHT)))
     fresh.results.clear()
     assert fresh.resume(read) == 1
+    other = record(("full", Result(Ending.WRONG)))
+    assert other.resume(read) == 2
+    assert [x.name for x in other.steps] == ["full", "causal"]
+    # A step of another limit is run again.
+    changed = record(("causal", Result(Ending.RIGHT)))
+    changed.steps[0] = dataclasses.replace(changed.steps[0], seconds=2)
+    changed.results.clear()
+    assert (changed.resume(read), len(changed.steps)) == (0, 1)
+    # What ran when the machine went down is a crash, whose contenders are tried alone.
+    earlier.results.clear()
+    earlier.running = ("Times", "causal")
+    down = record(("causal", Result(Ending.RIGHT)))
+    down.results.clear()
+    down.resume(earlier)
+    assert down.results["Times", "causal"].ending is Ending.CRASH
+    assert [x.name for x in alone(down.steps[0])] == ["causal: a alone", "causal: b alone"]
     (tmp_path / "record.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a record of attnops prove"):
         Record.read(tmp_path / "record.json")

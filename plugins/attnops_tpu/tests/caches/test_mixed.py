@@ -114,3 +114,18 @@ def test_mixed_batches_over_latents_are_right() -> None:
         np.testing.assert_array_equal(x, y)
     for name in ("attention_outputs", "logsumexp"):
         np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_tiles_of_keys_of_different_sizes_are_right() -> None:
+    """Interpreted, small and large items round a tile of 12 slots to 12 and 8."""
+    cache = PagedCache.create(batch=3, pages=9, page_size=4, max_pages=3, kv_heads=1, head_dim=8, dtype=jnp.float32,
+                              table=np.arange(9).reshape(3, 3))  # fmt: skip
+    query = jax.random.normal(jax.random.key(0), (1, 16, 4, 8))
+    key, rows = query[:, :, :1], Rows(jnp.array([0, 10, 11, 12]), jnp.array([0, 1, 2]))
+    results = []
+    for name, options in ("attnops-tpu:flash", {"platform": "tpu", "interpret": True}), ("attnops:flash", {}):
+        operation = OperationRegistry.create(name, OperationMetadata(on_unsupported="error", **options))
+        with target("v6e"):
+            results.append(operation.step(query, key, -key, cache, mask=Causal(), rows=rows))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *results)

@@ -40,5 +40,14 @@ def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D:
     memory = compiled.memory_analysis()
     if D % 128 == 0:
         assert memory.alias_size_in_bytes >= 4 * B * H * D * D
+    if T == 1:
+        assert memory.temp_size_in_bytes < 4 * B * H * D * D  # the state is not copied
     # Copies in the kernel's layout.
     assert memory.temp_size_in_bytes <= 16 * B * (T + 64) * H * max(D, 128) + 2**22
+
+
+def test_products_of_bfloat16_parts_have_their_precision_whatever_is_in_force() -> None:
+    operation = TPULinearAttention(OperationMetadata(platform="tpu", on_unsupported="error"))
+    x = jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        compile_for(lambda x: operation(x, x, x, mode="prefill").attention_outputs, (x,), "v6e")

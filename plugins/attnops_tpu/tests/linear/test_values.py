@@ -137,3 +137,23 @@ def test_steps_are_one_call() -> None:
     np.testing.assert_allclose(jnp.concatenate(outputs, axis=1), expected.attention_outputs, atol=2e-6)
     np.testing.assert_allclose(cache.state, expected.state, atol=2e-6)
     np.testing.assert_array_equal(cache.lengths, [75, 75])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("state", [False, True])
+def test_what_slices_of_a_vmap_share_is_each_slices(T: int, state: bool) -> None:
+    (query, key, value), options = problem(T, B=3)(np.random.default_rng(0))
+    q, k, v, beta = (jnp.asarray(x, jnp.float32)[:, None] for x in (query, key, value, options["beta"]))
+    first = jnp.asarray(options["initial_state"], jnp.float32)[:, None]
+    decay = jnp.linspace(-0.5, 0, v.shape[3])
+
+    def run(operation: LinearAttention, q: jax.Array, v: jax.Array, beta: jax.Array, first: jax.Array) -> jax.Array:
+        more = {"initial_state": first} if state else {}
+        return operation(q, k[0], v, decay=decay, beta=beta, **more).attention_outputs
+
+    found, expected = (
+        jax.vmap(lambda *x, operation=operation: run(operation, *x))(q, v, beta, first)
+        for operation in (TPULinearAttention(OperationMetadata(platform="tpu", interpret=True)), LinearAttention())
+    )
+    np.testing.assert_allclose(found, expected, atol=3e-6)

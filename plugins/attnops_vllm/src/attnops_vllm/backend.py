@@ -30,7 +30,9 @@ class EngineAttention(AttentionBackend):
     """
 
     def __init__(self, metadata: OperationMetadata | None = None, soft_cap: float | None = None) -> None:
-        self.metadata = OperationMetadata() if metadata is None else metadata
+        # On a TPU what the kernel does not serve is refused with the reasons, and never computed natively.
+        missing: Any = "error" if jax.default_backend() == "tpu" else "native"
+        self.metadata = OperationMetadata(on_unsupported=missing) if metadata is None else metadata
         self.soft_cap = soft_cap
 
     def get_kv_cache_shape(

@@ -38,6 +38,8 @@ def pages_shape(pages: int, page_size: int, kv_heads: int, head_dim: int, dtype:
     name = jnp.dtype(dtype).name
     if name not in _DTYPES:
         raise refusal(Reason("kv_cache_dtype", name, f"must be one of {list(_DTYPES)}", "give --kv-cache-dtype auto"))
+    if name == "float16" and jax.default_backend() == "tpu":
+        raise refusal(Reason("kv_cache_dtype", name, "has no kernel for TPUs", "give --dtype bfloat16"))
     rows = 8 * 4 // jnp.dtype(dtype).itemsize
     if page_size % rows and jax.default_backend() == "tpu":
         raise refusal(Reason("block_size", page_size, f"must be a multiple of {rows} tokens of {name} to be read in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,8 @@ def command(
     operations: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Names of operations, also distribution:operation.", show_default="those with a kernel for this device"
+            help="Names of operations, also distribution:operation.",
+            show_default="softmax attention with a kernel for this device",
         ),
     ] = None,
     report: Annotated[
@@ -62,6 +64,10 @@ def command(
             fail(error, 2)
         return
     path = report.with_suffix(".json")
+    if path == report:
+        fail(f"--report={report} must not end in .json, which is the record's name", 2)
+    # As `timeout` and schedulers stop a run: its process is stopped with it, and the report is written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         record = _begin(operations or [], every, limit, section)
         if path.exists() and not fresh and (kept := record.resume(Record.read(path))):
@@ -110,17 +116,19 @@ def _run(record: Record, path: Path) -> None:
         task = progress.add_task("", total=len(record.steps), completed=len(record.results))
         for step in (steps := list(record.steps)):
             key = step.section, step.name
-            if key in record.results:
-                continue
-            progress.update(task, description=f"{step.section}: {step.name}")
-            record.running = key
-            record.write(path)
-            result = record.results[key] = run(step)
-            record.running = None
-            if result.ending not in (Ending.RIGHT, Ending.REFUSED):
-                out.print(f"{step.section}: {step.name}: {result.ending}: {result.detail}", markup=False)
-            if result.ending in (Ending.CRASH, Ending.HANG) and (further := alone(step)):
+            if key not in record.results:
+                progress.update(task, description=f"{step.section}: {step.name}")
+                record.running = key
+                record.write(path)
+                result = record.results[key] = run(step)
+                record.running = None
+                if result.ending not in (Ending.RIGHT, Ending.REFUSED):
+                    out.print(f"{step.section}: {step.name}: {result.ending}: {result.detail}", markup=False)
+                progress.update(task, advance=1)
+            if record.results[key].ending in (Ending.CRASH, Ending.HANG):
+                known = {(x.section, x.name) for x in record.steps}
+                further = [x for x in alone(step) if (x.section, x.name) not in known]
                 steps += further
                 record.steps = [*record.steps, *further]
-            progress.update(task, advance=1, total=len(record.steps))
+            progress.update(task, total=len(record.steps))
             record.write(path)

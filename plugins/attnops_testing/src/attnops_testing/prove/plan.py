@@ -44,11 +44,9 @@ def plan(platform: str, operations: Sequence[str], every: bool, limit: float | N
         limit: seconds for a check; None for 60 on CPUs and 240 on accelerators.
 
     Raises:
-        UnknownOperationError: no operation has one of the names.
+        ValueError: no operation has one of the names, or one computes no softmax attention.
     """
-    for name in operations:
-        OperationRegistry.get(name, platform)
-    names = list(operations) or kernels(platform)
+    names = [_canonical(name, platform) for name in operations] or kernels(platform)
     seconds = limit or (_CPU_SECONDS if platform == "cpu" else _SECONDS)
     return [*_checks(names, every, seconds), *_times(platform, names, seconds)]
 
@@ -66,6 +64,14 @@ def kernels(platform: str) -> list[str]:
         and forward_for(cls, platform) != "native"
     ]
     return found or [f"{CORE}:flash"]
+
+
+def _canonical(name: str, platform: str) -> str:
+    """``distribution:operation`` of a name."""
+    cls = OperationRegistry.get(name, platform)
+    if cls.computes != "attention":
+        raise ValueError(f"operation {name!r} computes {cls.computes!r}, but softmax attention is proven: leave it out")
+    return next((plugin.name for plugin in OperationRegistry.plugins() if plugin.operation_class is cls), name)
 
 
 def _checks(names: Sequence[str], every: bool, seconds: float) -> Iterator[Step]:

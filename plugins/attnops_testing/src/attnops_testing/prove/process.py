@@ -6,6 +6,7 @@ import dataclasses
 import faulthandler
 import functools
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,7 @@ from attnops_testing.prove.step import Ending, Result, Step
 _WORK: Final = "attnops_testing.prove.work"
 # Before the limit, a process prints its Python stack; after it, it is killed.
 _BEFORE: Final = 2.0
+_AFTER: Final = 60
 _LINES: Final = 40
 
 
@@ -35,9 +37,10 @@ def run(step: Step) -> Result:
         start = time.perf_counter()
         process = _context().Process(target=_child, args=(dataclasses.asdict(step), str(answer), str(output)))
         process.start()
-        process.join(step.seconds)
-        hung = process.is_alive()
-        if hung:
+        try:
+            process.join(step.seconds)
+            hung = process.is_alive()
+        finally:  # also where this process is stopped
             process.kill()
             process.join()
         seconds = time.perf_counter() - start
@@ -74,6 +77,8 @@ def _child(step: dict[str, Any], answer: str, output: str) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+    if hasattr(signal, "alarm"):  # it ends even where the process that would kill it is gone
+        signal.alarm(math.ceil(step["seconds"]) + _AFTER)
     faulthandler.enable(2)
     faulthandler.dump_traceback_later(max(step["seconds"] - _BEFORE, 0.5 * step["seconds"]), file=2)
     from attnops_testing.prove import work

@@ -62,15 +62,22 @@ class Record:
         part.replace(path)
 
     def resume(self, earlier: Record) -> int:
-        """Take over the results of an earlier run with the same machine and versions; the number of them.
+        """Take over the results of an earlier run; the number of them.
 
-        The step that ran when the earlier run ended is a crash, and is not tried again.
+        Results of steps that this run does not have, such as those of other sections, are kept too. The step that ran
+        when the earlier run ended is a crash, and is not tried again.
+
+        Raises:
+            ValueError: the earlier run was on another machine, or with other versions.
         """
         if earlier.machine != self.machine:
-            return 0
+            raise ValueError("the record is of another machine or of other versions: give another --report, or --fresh")
+        mine = {(step.section, step.name) for step in self.steps}
+        sections = {step.section for step in self.steps}
         known = {(step.section, step.name): step for step in earlier.steps}
-        for step in earlier.steps:  # the steps that followed a crash
-            if step not in self.steps and step.name.endswith(" alone"):
+        for key, step in known.items():
+            follows = step.name.endswith(" alone") and step.section in sections  # it follows a crash
+            if key not in mine and (key in earlier.results or follows):
                 self.steps.append(step)
         for step in self.steps:
             key = step.section, step.name

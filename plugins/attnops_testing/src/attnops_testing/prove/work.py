@@ -29,7 +29,7 @@ def find_machine(operations: Sequence[str], every: bool, limit: float | None) ->
     except ValueError as error:
         return Ending.WRONG, str(error), None
     value = {
-        "machine": describe_machine(), "platform": platform,
+        "machine": describe_machine(),
         "problems": [dataclasses.asdict(problem) for problem in report.problems],
         "steps": [dataclasses.asdict(step) for step in steps],
     }  # fmt: skip

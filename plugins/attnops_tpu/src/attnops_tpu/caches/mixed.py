@@ -73,7 +73,8 @@ def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, Ke
     (plan, inputs), other = small, large[0]
     new = inputs.new
     words = 3 + len(large[1].values.scalars) + (0 if new is None else 2 + new.blocks.shape[0] // plan.B)
-    if plan.cores > 1 or not plan.keys_by_cache_row or rows_a_call(1, words) < plan.B + other.B:
+    # Interpreted, tiles of keys of the same given size may be rounded differently.
+    if plan.cores > 1 or plan.bk != other.bk or rows_a_call(1, words) < plan.B + other.B:
         return None
     tile = sum(plan.K * plan.bk * math.prod(x.shape[3:]) * x.dtype.itemsize for x in inputs.sources)
     buffers = max(min(plan.vmem // _SHARE // tile, _BUFFERS), plan.buffers)

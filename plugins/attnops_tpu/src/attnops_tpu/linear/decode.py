@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
-from attnops_tpu.linear.prepare import padded_state, zeroed
+from attnops_tpu.linear.prepare import of_batch, padded_state, zeroed
 from attnops_tpu.linear.products import BY_COLUMNS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
@@ -67,7 +67,7 @@ def decode(
 def _call(plan: LinearPlan, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The outputs, as values are, and the last state, of the arrays of `Refs`, without ``copies``."""
     copies = jnp.tile(jnp.repeat(jnp.eye(plan.keys, dtype=jnp.bfloat16), LANES, axis=1), (_PARTS, 1))
-    gates, query, key, value, state, copies = equally_varying((*given, copies))
+    gates, query, key, value, state, copies = equally_varying((*(of_batch(plan, x) for x in given), copies))
     steps, T = gates.shape[1], value.shape[2] // plan.heads
     # How many steps in turn have the same key head.
     same = steps // query.shape[1]

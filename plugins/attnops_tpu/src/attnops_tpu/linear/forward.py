@@ -18,7 +18,7 @@ from attnops_tpu.linear.decode import decode
 from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
-from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS, Arrays, arrays, copies
+from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS, Arrays, arrays, copies, of_batch
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
@@ -59,7 +59,7 @@ def forward(
 @folds_batch
 def _call(plan: LinearPlan, given: Arrays) -> tuple[jax.Array, ...]:
     """The outputs [B, N · C, H · Dv] and the last state [B, H, D, Dv]."""
-    given, copied = equally_varying((given, copies()))
+    given, copied = equally_varying((Arrays(*(of_batch(plan, x) for x in given)), copies()))
     (B, H), N = given.state.shape[:2], given.rows.shape[2]
     chunk, keys, heads = CHUNK, plan.keys, plan.heads
     # How many steps in turn have the same key head.

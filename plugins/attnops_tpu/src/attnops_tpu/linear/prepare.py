@@ -109,6 +109,11 @@ def zeroed(x: jax.Array, is_token: jax.Array | None) -> jax.Array:
     return x if is_token is None else jnp.where(is_token.reshape(*x.shape[:2], *[1] * (x.ndim - 2)), x, 0)
 
 
+def of_batch(plan: LinearPlan, x: jax.Array) -> jax.Array:
+    """``x`` with the rows of the batch; one that all slices of `jax.vmap` share has a single row."""
+    return x if x.shape[0] == plan.B else jnp.broadcast_to(x, (plan.B, *x.shape[1:]))
+
+
 def padded_state(plan: LinearPlan, state: jax.Array | None, B: int, H: int) -> jax.Array:
     """The first state, [B, H, D, Dv] float32 with padded head dims."""
     if state is None:

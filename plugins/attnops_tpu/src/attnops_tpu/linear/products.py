@@ -50,7 +50,10 @@ def product(a: Sequence[jax.Array], b: Sequence[jax.Array], count: int, axes: tu
     for j, part in reversed(list(enumerate(b[:count]))):
         # Those with one right operand are a single product of more rows.
         rows = jnp.concatenate(a[: count - j], axis=along) if len(a) > 1 else a[0]
-        found = lax.dot_general(rows, part, dimensions, preferred_element_type=jnp.float32)
+        # Whatever precision is in force: Mosaic has no other for bfloat16.
+        found = lax.dot_general(
+            rows, part, dimensions, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+        )
         for i in reversed(range(found.shape[0] // size)):
             term = found[i * size : (i + 1) * size]
             total = term if total is None else total + term

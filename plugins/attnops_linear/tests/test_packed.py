@@ -116,6 +116,11 @@ def test_what_packed_rows_cannot_have_is_refused() -> None:
     two = {name: np.concatenate([y, y]) for name, y in given.items()}
     with pytest.raises(ValueError, match=re.escape("rows are given with 2 rows of tokens, but packed tokens have one")):
         LINEAR.step(**two, cache=cache, rows=rows)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape("must have [B, W - 1, C]=[B, 2, 3]: create it with conv=(3, 3)")):
+        CONV.step(x, WEIGHT[:, 1:], cache, rows=rows)
+    for given_rows in (None, rows):
+        with pytest.raises(ValueError, match="return_state is given, but step takes the state from the cache"):
+            CONV.step(x, WEIGHT, cache, rows=given_rows, return_state=True)
 
 
 @pytest.mark.slow

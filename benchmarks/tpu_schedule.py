@@ -168,12 +168,17 @@ def child(task: dict[str, Any], generation: str) -> None:
 
 def _attnops_tiles(head_dim: int, generation: str) -> float:
     from attnops import OperationMetadata
-    from attnops_tpu.flash.tile_sizes import Problem, choose
+    from attnops_tpu.flash.tile_sizes import Problem, Work, choose
     from attnops_tpu.generations import target
 
     problem = Problem(T=LENGTH, S=LENGTH, G=1, D=head_dim, Dv=head_dim, itemsize=2, out_itemsize=2)
+
+    def all_full(bq: int, bk: int, _: Any) -> Work:
+        tiles = -(-LENGTH // bq) * -(-LENGTH // bk)
+        return Work(tiles, tiles, 1)
+
     with target(generation):
-        tiles = choose(OperationMetadata(), problem, lambda block_q, block_k: None)
+        tiles = choose(OperationMetadata(), problem, all_full)
     return tiles.bq * tiles.bk / TILE
 
 

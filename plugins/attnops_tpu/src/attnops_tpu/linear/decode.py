@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
-from attnops_tpu.linear.prepare import of_batch, padded_state, zeroed
+from attnops_tpu.linear.prepare import finished, of_batch, padded_state, zeroed
 from attnops_tpu.linear.products import BY_COLUMNS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
@@ -54,11 +54,12 @@ def decode(
     kept = jnp.exp(of_heads(decay, 0.0))
     kept = kept if starts is None else jnp.where(starts[:, :, None, None], 0.0, kept)
     gates = [of_steps(x, plan.heads, 1) for x in (kept, of_heads(beta, 1.0))]
-    outputs, last = _call(
+    results = _call(
         plan, jnp.swapaxes(jnp.concatenate(gates, axis=2), 2, 3), of_steps(query, plan.keys, plan.D),
         of_steps(key, plan.keys, plan.D), of_steps(value, plan.heads, plan.Dv),
         padded_state(plan, initial_state, B, H),
     )  # fmt: skip
+    outputs, last = finished(plan, results)
     outputs = jnp.moveaxis(outputs.reshape(B, -1, T, plan.heads, plan.Dv), 1, 2)
     return outputs.reshape(B, T, H, plan.Dv).astype(plan.dtype), last
 

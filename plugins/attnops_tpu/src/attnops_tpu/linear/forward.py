@@ -18,7 +18,7 @@ from attnops_tpu.linear.decode import decode
 from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
-from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS, Arrays, arrays, copies, of_batch
+from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS, Arrays, arrays, copies, finished, of_batch
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
@@ -48,7 +48,8 @@ def forward(
     if T <= FEW:
         outputs, state = decode(plan, query, key, value, decay, beta, initial_state, mask)
     else:
-        outputs, state = _call(plan, arrays(plan, query, key, value, decay, beta, initial_state, mask))
+        given = arrays(plan, query, key, value, decay, beta, initial_state, mask)
+        outputs, state = finished(plan, _call(plan, given))
         outputs = outputs.reshape(B, -1, H, plan.Dv)
     outputs = outputs[:, :T, :, :Dv]
     if mask is not None and mask.is_token is not None:

@@ -114,6 +114,16 @@ def of_batch(plan: LinearPlan, x: jax.Array) -> jax.Array:
     return x if x.shape[0] == plan.B else jnp.broadcast_to(x, (plan.B, *x.shape[1:]))
 
 
+def finished(plan: LinearPlan, results: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The results of a kernel; those of the interpreter outside of traces when they are there.
+
+    It runs JAX programs of its own, which could wait for ever beside those that this thread would run meanwhile.
+    """
+    if plan.interpret and not any(isinstance(x, jax.core.Tracer) for x in results):
+        jax.block_until_ready(results)
+    return results
+
+
 def padded_state(plan: LinearPlan, state: jax.Array | None, B: int, H: int) -> jax.Array:
     """The first state, [B, H, D, Dv] float32 with padded head dims."""
     if state is None:

@@ -12,6 +12,8 @@ import jax.export
 
 from attnops.typing import Leaf
 
+__all__ = ["serialised", "serialised_tuple"]
+
 Class = TypeVar("Class", bound=type)
 
 

@@ -109,8 +109,8 @@ MUTANTS = {
     ),
     "tokens beyond the first page of an append are lost": Mutant(
         PAGED + "place",
-        "wanted = jnp.maximum(end - begin, 0)",
-        "wanted = jnp.maximum(end - begin, 0) * (number == number[:, :1])",
+        "kept = jnp.clip(jnp.minimum(end, fits[:, None]) - begin, 0)",
+        "kept = jnp.clip(jnp.minimum(end, fits[:, None]) - begin, 0) * (number == number[:, :1])",
         "paged + op.step + 19 queries",
     ),
     "an append has one token only": Mutant(

@@ -76,7 +76,7 @@ def test_a_wrong_kernel_a_hang_and_a_crash_are_rows_and_not_the_end(tmp_path: Pa
     done = prove(tmp_path, planted, *arguments)
     assert done.returncode == 1, done.stderr
     found = endings(tmp_path)
-    assert found["planted: forward and backward"] == "right"
+    assert found["acme-planted:planted: forward and backward"] == "right"
     # Rows have several features each, of which the kernel serves these three.
     by_feature = {name: [x for row, x in found.items() if f"{name} " in f"{row} "] for name in PLANTS}
     assert by_feature == PLANTS

@@ -28,9 +28,9 @@ API_VERSION: Final = 2
 It covers the names in ``__all__`` of `attnops`, `attnops.kernels`, `attnops.masks`, `attnops.biases`,
 `attnops.softmax`, `attnops.typing`, `attnops.dropout`, `attnops.exported`, `attnops.sharding`, `attnops.partition`,
 `attnops_caches`, `attnops_caches.masks`, `attnops_cli.output` and `attnops_cli.noise`; the classes of
-`attnops.operations.vanilla`, `attnops.operations.flash` and `attnops.operations.sdpa`; the methods and class attributes without an underscore of
-`BaseOperation`, `OperationImpl` and `FlashBackend`; and the contract of `OperationImpl.__call__`. Everything else may
-change with any release. A class of another ``api_version`` is not loaded.
+`attnops.operations.vanilla`, `attnops.operations.flash` and `attnops.operations.sdpa`; the methods and class attributes
+without an underscore of `BaseOperation`, `OperationImpl` and `FlashBackend`; and the contract of
+`OperationImpl.__call__`. Everything else may change with any release. A class of another ``api_version`` is not loaded.
 """
 
 ATTENTION: Final = "attention"

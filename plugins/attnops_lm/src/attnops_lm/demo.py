@@ -29,6 +29,7 @@ from attnops_caches import Quantized
 from attnops_lm.caching import with_table
 from attnops_lm.compilation import keep_programs
 from attnops_lm.gguf_file import load_smollm2
+from attnops_lm.installed import attention_operations
 from attnops_lm.model import Caches, CausalLM
 
 REFERENCE = Path(__file__).with_name("reference.npz")
@@ -108,7 +109,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
 
     Args:
         console: where to print. None: standard output.
-        operations: names of operations. None: all that are installed.
+        operations: names of operations. None: all that are installed and compute attention.
 
     Returns:
         0 if at least one operation ran, all that ran agree with transformers, and none failed; otherwise 1. An
@@ -120,7 +121,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
     """
     console = Console() if console is None else console
     keep_programs()
-    names = attnops.OperationRegistry.list_implementations() if operations is None else list(operations)
+    names = attention_operations() if operations is None else list(operations)
     reference = dict(np.load(REFERENCE))
     results: list[DemoResult] = []
     programs: list[PendingAnswer] = []

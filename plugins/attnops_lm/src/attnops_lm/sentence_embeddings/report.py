@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import attnops
+from attnops_lm.installed import attention_operations
 from attnops_lm.sentence_embeddings.corpus import load_reference, load_sentences
 from attnops_lm.sentence_embeddings.measure import (
     TOLERANCE,
@@ -50,7 +51,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
 
     Args:
         console: where to print. None: standard output.
-        operations: names of operations. None: all that are installed.
+        operations: names of operations. None: all that are installed and compute attention.
 
     Returns:
         0 if at least one operation ran, all that ran agree with the original model, and none failed; otherwise 1. An
@@ -61,7 +62,7 @@ def run(console: Console | None = None, operations: Sequence[str] | None = None)
         UnknownOperationError: `operations` has a name that no installed distribution has.
     """
     console = Console() if console is None else console
-    names = attnops.OperationRegistry.list_implementations() if operations is None else operations
+    names = attention_operations() if operations is None else operations
     attentions = {name: _create(name) for name in names}
     model, sentences, reference = load_model(), load_sentences(), load_reference()
     batches = make_batches(model, [*sentences, *QUERIES])

@@ -126,6 +126,7 @@ def outcome(name: str) -> Outcome:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.tier(every=2)
 def test_a_mistake_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name].apply(monkeypatch)
     found = outcome(MUTANTS[name].found_by)
@@ -135,6 +136,7 @@ def test_a_mistake_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({mutant.found_by for mutant in MUTANTS.values()}))
+@pytest.mark.tier(every=2)
 def test_what_has_no_mistake_is_right(name: str) -> None:
     found = outcome(name)
     assert found.status is Status.RIGHT, found.detail

@@ -34,6 +34,7 @@ def test_quick_problems(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in QUICK])
+@pytest.mark.tier(every=2)
 def test_other_problems(name: str) -> None:
     right(name)
 

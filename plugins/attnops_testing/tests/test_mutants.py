@@ -37,7 +37,7 @@ def test_most_mutants_are_of_a_feature_that_a_row_has():
 
 
 @pytest.mark.parametrize(("mutant", "row"), IN_ROWS, ids=lambda x: getattr(x, "__name__", ""))
-@pytest.mark.tier(quick=["CausalOffsetIgnored-"], every=2)
+@pytest.mark.tier(quick=["CausalOffsetIgnored-"], every=3)
 def test_a_mutant_is_wrong_where_its_feature_is_one_of_several(mutant, row):
     outcome = Subject(operation=mutant).small(4 if "GQA" in row else 2).check(row)
     assert outcome.status is Status.WRONG, f"{mutant.__name__} is {outcome.status} in {joined(row)}"
@@ -51,7 +51,7 @@ def test_a_mutant_is_wrong_where_its_feature_is_one_of_several(mutant, row):
     ],
     ids=lambda cls: cls.__name__,
 )
-@pytest.mark.tier(quick=["OneRowOfSegmentsForTheFirstBatch", "GradientZero", "MaxLogitsOfSinksToo"], every=2)
+@pytest.mark.tier(quick=["OneRowOfSegmentsForTheFirstBatch", "GradientZero", "MaxLogitsOfSinksToo"], every=3)
 def test_a_mutant_is_wrong_in_its_feature_alone(mutant):
     outcome = check(mutant, mutant.found_by)
     assert outcome.status is Status.WRONG, f"{mutant.__name__} is {outcome.status} in {mutant.found_by!r}"
@@ -69,7 +69,7 @@ def test_memory_that_is_not_declared_is_wrong():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", dict.fromkeys(mutant.found_by for mutant in MUTANTS))
-@pytest.mark.tier(every=2)
+@pytest.mark.tier(every=3)
 def test_the_unmutated_is_right_in_each_feature_alone(name):
     outcome = check(Reference, name)
     assert outcome.status is Status.RIGHT, outcome.detail
@@ -77,6 +77,6 @@ def test_the_unmutated_is_right_in_each_feature_alone(name):
 
 @pytest.mark.parametrize("row", rows_of_each(), ids=joined)
 @pytest.mark.slow
-@pytest.mark.tier(every=2)
+@pytest.mark.tier(every=3)
 def test_the_unmutated_is_right_in_every_row(row):
     assert {outcome.status for outcome in Subject(operation=Reference).check_row(row)} == {Status.RIGHT}

@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.optimised, pytest.mark.slow]
         (1, 128, "bfloat16", True),
     ],
 )
+@pytest.mark.tier(every=3)
 def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D: int, dtype: str, beta: bool) -> None:
     B, H = 2, 16
     operation = TPULinearAttention(OperationMetadata(platform="tpu", on_unsupported="error"))

@@ -58,6 +58,7 @@ def test_documents_and_padding() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in BY_CHANNEL] + [*MORE])
+@pytest.mark.tier(every=3)
 def test_problems(name: str) -> None:
     right((PROBLEMS | MORE)[name], name)
 

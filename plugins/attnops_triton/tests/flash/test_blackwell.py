@@ -174,6 +174,7 @@ RIGHT: dict[str, list[np.ndarray]] = {}
 
 @pytest.mark.parametrize("mistake", [None, *MISTAKES_OF_BACKWARD])
 @pytest.mark.slow
+@pytest.mark.tier(every=2)
 def test_the_simulator_notices_mistakes_with_blackwells_backward(
     mistake: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,12 +251,10 @@ MISTAKES_OF_FORWARD = {
     "buffers are overwritten": ("mbarrier.wait(ring.free.index(stage), phase)", "pass", *HELD_UP_BY_KEYS),
     "the phase of the ring stays": ("phase = phase ^ 1", "pass", *HELD_UP_BY_KEYS),
 }  # fmt: skip
-QUICK = (None, "the sums are read before they are there")
 
 
-@pytest.mark.parametrize(
-    "mistake", [pytest.param(x, marks=[] if x in QUICK else SLOW) for x in (None, *MISTAKES_OF_FORWARD)]
-)
+@pytest.mark.parametrize("mistake", [None, *MISTAKES_OF_FORWARD])
+@pytest.mark.tier(quick=["None", "the sums are read before they are there"], every=2)
 def test_the_simulator_notices_mistakes_with_blackwells_forward(mistake: str | None) -> None:
     assert is_noticed("sm_100", 768, *MISTAKES_OF_FORWARD.get(mistake or "", ())) is (mistake is not None)
 

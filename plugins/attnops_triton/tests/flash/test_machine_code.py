@@ -89,6 +89,7 @@ def losses(each: Any, expected: tuple[Loop, ...], arch: str = "sm_90") -> list[l
     [("forward", 64), ("forward", 128), ("forward", 256), ("backward_query", 64), ("backward_query", 128),
      ("backward_query", 256), ("backward_key", 64), ("backward_key", 128), ("backward", 64), ("backward", 128)],
 )  # fmt: skip
+@pytest.mark.tier(every=3)
 def test_hoppers_kernels_overlap(name: str, D: int, mask: str) -> None:
     each = compiled(name, D, MASKS[mask])
     columns = each.tiles.bq if name in ("backward_key", "backward") else each.tiles.bk
@@ -169,6 +170,7 @@ def blackwell(name: str, D: int, loops: int) -> tuple[Loop, ...]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("name", ["forward", "backward_query", "backward_key"])
+@pytest.mark.tier(every=3)
 def test_blackwells_kernels_overlap(name: str, D: int, mask: str) -> None:
     each = compiled(name, D, MASKS[mask], "sm_100")
     assert losses(each, blackwell(name, D, 1 if mask == "none" else 2), "sm_100") == [[]] * len(EVERY)

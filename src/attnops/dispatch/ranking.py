@@ -57,7 +57,7 @@ class Candidate:
     def ranked(self) -> str:
         """Its rank and the reason for it, such as ``"rank 3 of 10: the vendor's fused kernel"``.
 
-        It is that of the forward for the platform, which may not be the one that runs.
+        This is the rank of the forward for the platform, which may not be the one that runs.
         """
         return "no rank: auto never picks it" if self.rank is None else str(self.rank)
 

@@ -40,7 +40,7 @@ AXES: Final = ARGUMENTS[1:]
 
 # On an index alone, these are cheaper to compute on a tile than a per-token value is to load.
 _CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | IDENTITIES
-# The same on an index and values per sequence, which are scalars on a tile: no per-token value is loaded.
+# So are these on an index and values per sequence, which are scalars on a tile.
 _OF_ROW: Final = _CHEAP.union(
     ["and", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "ne", "not", "or", "rem", "select_n", "sign"]
 )
@@ -134,7 +134,7 @@ class Elementwise:
             kv: indices of keys, integers that broadcast to a tile.
             values: the tile's elements of the results of `compute`, which broadcast to a tile.
             given: the tiles of a mask's arrays of T × S elements, ``dense`` of `attnops.kernels.of_mask`.
-            instead: by the name of a primitive, a function of its inputs that replaces it.
+            instead: functions that replace primitives, by the primitive's name; their arguments are its inputs.
         """
 
         def of_tile(equation: Equation, inputs: list[Leaf]) -> Leaf:
@@ -159,11 +159,11 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
     """The names of the primitives that a caller's traced function evaluates for each score.
 
     Args:
-        function: that of a mask or a bias, see `attnops.masks.functions.functions`, `attnops.biases.function_of`.
+        function: a mask's or a bias's, from `attnops.masks.functions.functions` or `attnops.biases.function_of`.
         arguments: its first arguments, `AXES` or `ARGUMENTS`.
     """
     if isinstance(function, Opaque) and function.program is None:
-        # It may still work on arrays of all scores; only kernels need it on scalars.
+        # It may still work on arrays of all scores; only kernels call it with scalars.
         return frozenset([f"a function that fails on scalars ({function.error})"])
     assert function.program is not None
     return split_program(function.program, arguments, None).primitives

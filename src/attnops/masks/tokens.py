@@ -28,7 +28,7 @@ class _Tokens(Mask):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Segments(_Tokens):
-    """Tokens see those of their own segment: documents that are packed into one sequence.
+    """Tokens see only tokens of the same segment: documents that are packed into one sequence.
 
     ::
 

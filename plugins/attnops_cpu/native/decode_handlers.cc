@@ -9,8 +9,8 @@ using Array = ffi::AnyBuffer;
 using Dimensions = ffi::Span<const int64_t>;
 
 bool is_shape(const Array& x, std::initializer_list<int64_t> wanted) {
-  const Dimensions found = x.dimensions();
-  return found.size() == wanted.size() && std::equal(found.begin(), found.end(), wanted.begin());
+  const Dimensions given = x.dimensions();
+  return given.size() == wanted.size() && std::equal(given.begin(), given.end(), wanted.begin());
 }
 
 // Whether each size is 1 or the wanted one.
@@ -116,7 +116,7 @@ ffi::Error decode(ffi::ThreadPool pool, Array query, Array key, Array value, Arr
   if (positions.element_type() != ffi::S32 || !(is_shape(positions, {batch, c.T}) || (c.packed && is_shape(positions, {c.T, 1}))))
     return wrong("positions must be int32 by query");
   if (rows.element_type() != ffi::S32 || !is_shape(rows, {c.B, 4})) return wrong("rows must be int32 [B, 4]");
-  // Of packed rows each query has a row of its own in these arrays.
+  // If rows are packed, each query has a separate row in these arrays.
   const int64_t lead_size = c.packed ? c.T : c.B, T = c.packed ? 1 : c.T;
   const size_t by_query = c.packed ? 0 : 2;
   for (const Array* x : {&left, &right})

@@ -18,8 +18,8 @@ void* aligned(int64_t bytes) {
   return std::aligned_alloc(64, static_cast<size_t>((bytes < 64 ? 64 : bytes) + 63) / 64 * 64);
 }
 
-// Memory of calls that have ended, for the next ones: the system would clear each page of new memory when it is first
-// written, which takes longer than what is then written to it.
+// Memory of calls that have ended, kept for the next ones: the system clears each page of new memory when it is first
+// written, which takes longer than the kernel's own writes to it.
 class Kept {
  public:
   // At least `bytes`, and at most four times as much; null for none.
@@ -64,8 +64,8 @@ class Kept {
   int64_t total_ = 0;
 };
 
-// Never destroyed: threads may still run when the process ends. A process forks with the lock held, so that no other thread
-// holds it in the child, where that thread is not, for ever.
+// Never destroyed: threads may still run when the process ends. A fork holds the lock, so that the child does not inherit
+// it locked by a thread that the child does not have.
 Kept& kept = *new Kept;
 [[maybe_unused]] const int at_fork = pthread_atfork([] { kept.lock(); }, [] { kept.unlock(); }, [] { kept.unlock(); });
 

@@ -33,8 +33,8 @@ class Parallel {
 // the same task invalidates the first. Null if there is no memory.
 void* scratch(int64_t bytes);
 
-// Memory of one call, 64-byte aligned, its content undefined; null if there is no memory. Up to 64 MB of it are kept for
-// later calls.
+// Memory of one call, 64-byte aligned, with undefined content; null if there is no memory. Up to 64 MB are kept for later
+// calls.
 class Buffer {
  public:
   explicit Buffer(int64_t bytes);

@@ -89,7 +89,7 @@ static inline void tile_fence() {}
 #define tile_load(tile, from, stride) _tile_loadd(tile, from, stride)
 #define tile_store(tile, to, stride) _tile_stored(tile, to, stride)
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
-// GCC doesn't know that loads of tiles read memory: what was written before must be there.
+// GCC doesn't know that loads of tiles read memory: earlier writes must be complete.
 static ATTNOPS_INLINE void tile_fence() { asm volatile("" ::: "memory"); }
 
 #endif

@@ -47,7 +47,7 @@ class RequestOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """All answers, and the seconds that they took together."""
+    """All answers, and the seconds that all of them took."""
 
     answers: tuple[RequestOutcome, ...]
     seconds: float

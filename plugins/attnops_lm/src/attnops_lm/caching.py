@@ -223,9 +223,7 @@ def counted(caches: tuple[LayerCache, ...]) -> Cache:
     """The first cache of keys and values; all have the same lengths."""
     first = next((cache for cache in caches if isinstance(cache, Cache)), None)
     if first is None:
-        raise ValueError(
-            "past_key_values has states alone, but needs a cache of keys and values: use model.init_cache"
-        )
+        raise ValueError("past_key_values has states alone, but needs a cache of keys and values: use model.init_cache")
     return first
 
 

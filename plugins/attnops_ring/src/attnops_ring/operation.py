@@ -147,7 +147,7 @@ class RingAttention(OperationImpl):
         return call._replace(request=call.request.replace(sequence_axes=sharding.axes))
 
     def _mode(self, mode: str | None) -> str:
-        """The mode whose rules apply; by default train, since even with one query per device there are several in all."""
+        """The mode whose rules apply; by default train, even if each device has one query: all have several."""
         stated = self.metadata.mode if mode is None else mode
         return MODE_TRAIN if stated is None else canonicalize_mode(stated)
 

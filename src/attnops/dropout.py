@@ -89,7 +89,7 @@ def dropout_rows(seed: Array, b: Index, h: Index, i: Index) -> jax.Array:
     """The hash of (PRNG key, b, h, i), uint32, from which `dropout_keep` computes the hash of each key.
 
     Args:
-        seed: [7] uint32, see `dropout_seed`.
+        seed: [7] uint32, from `dropout_seed`.
         b: index in the batch, any integer shape that broadcasts with the others.
         h: index of the query head.
         i: index of the query.

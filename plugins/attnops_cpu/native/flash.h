@@ -13,8 +13,8 @@ constexpr int PANEL = 32;
 // The entries of the tile map; numbers from 0 on are the index of a PARTIAL tile's bits in the bits of its batch.
 constexpr int32_t TILE_EMPTY = -2, TILE_FULL = -1;
 
-// The shapes, and what is done to scores. Query i sees key j where all of these allow it: low <= i − j <= high; the tile
-// map; and in tiles that are neither EMPTY nor FULL the ids, if there are any, else the bits.
+// The shapes and the scoring. Query i sees key j where all of these allow it: low <= i − j <= high; the tile map; and in
+// tiles that are neither EMPTY nor FULL the ids, if there are any, else the bits.
 struct Scoring {
   int64_t B, T, S, H, K, D, Dv;
   float scale;

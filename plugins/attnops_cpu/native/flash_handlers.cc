@@ -11,11 +11,11 @@ using Any = ::xla::ffi::AnyBuffer;
 
 ffi::Error wrong(const std::string& what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "attnops-cpu: " + what); }
 
-bool type_of(ffi::DataType given, Float* found) {
+bool type_of(ffi::DataType given, Float* type) {
   switch (given) {
-    case ffi::F32: *found = Float::f32; return true;
-    case ffi::BF16: *found = Float::bf16; return true;
-    case ffi::F16: *found = Float::f16; return true;
+    case ffi::F32: *type = Float::f32; return true;
+    case ffi::BF16: *type = Float::bf16; return true;
+    case ffi::F16: *type = Float::f16; return true;
     default: return false;
   }
 }

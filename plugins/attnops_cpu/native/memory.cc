@@ -22,16 +22,16 @@ void* aligned(int64_t bytes) {
 // written, which takes longer than the kernel's own writes to it.
 class Kept {
  public:
-  // At least `bytes`, and at most four times as much; null for none.
-  void* take(int64_t bytes, int64_t* found) {
+  // A piece of at least `bytes`, and at most four times as much, and its size; null for none.
+  void* take(int64_t bytes, int64_t* size) {
     std::lock_guard<std::mutex> lock(mutex_);
     int best = -1;
     for (int i = 0; i < count_; ++i)
       if (each_[i].bytes >= bytes && each_[i].bytes / 4 <= bytes && (best < 0 || each_[i].bytes < each_[best].bytes)) best = i;
     if (best < 0) return nullptr;
     void* const data = each_[best].data;
-    *found = each_[best].bytes;
-    total_ -= *found;
+    *size = each_[best].bytes;
+    total_ -= *size;
     each_[best] = each_[--count_];
     return data;
   }

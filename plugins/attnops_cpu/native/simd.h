@@ -130,7 +130,7 @@ static ATTNOPS_INLINE float widen(bf16 x) {
 }
 static ATTNOPS_INLINE float widen(f16 x) {
   const uint32_t sign = (uint32_t)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-  // A subnormal number as an integer: products take float32's subnormal numbers for 0 on XLA's threads.
+  // A subnormal number as an integer: on XLA's threads products treat float32's subnormal numbers as 0.
   float f = (float)(int32_t)rest * 5.9604644775390625e-8f;  // 2^-24
   uint32_t bits;
   memcpy(&bits, &f, 4);

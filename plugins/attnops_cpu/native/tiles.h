@@ -57,7 +57,7 @@ static inline float tile_number(int tile, int row, int i) {
   memcpy(&x, emulated.rows[tile][row] + 2 * i, 2);
   return flushed(widen(x));
 }
-// TDPBF16PS: c += a · b. Even and odd neighbours have sums of their own, which are added, and then added to c.
+// TDPBF16PS: c += a · b. Even and odd neighbours have separate sums, which are added to each other, then to c.
 static inline void tile_dot(int c, int a, int b) {
   const TileConfig& config = emulated.config;
   const int columns = config.row_bytes[c] / 4, words = config.row_bytes[a] / 4;

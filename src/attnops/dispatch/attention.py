@@ -178,7 +178,7 @@ class OperationImpl(PartialAttention):
             The output, and the source with the tokens.
 
         Raises:
-            ValueError: see `__call__` and the source's class.
+            ValueError: as in `__call__`; or the source, whose class documents it, refuses the tokens.
         """
         if not isinstance(source, Source):
             raise ValueError(

@@ -40,7 +40,7 @@ class PartialAttention(BaseOperation):
         Raises:
             ValueError: an option that belongs to all keys together, another layout than "BTHD", or a mesh that shards
                 the call: call it inside `jax.shard_map`, with no mesh in the metadata.
-            TypeError: see `__call__`.
+            TypeError: an option that no forward of this operation names.
         """
         call = self._bind_partial(query, key, value, options)
         return self.run_partial(decide(self, call.request), call)
@@ -74,7 +74,7 @@ class PartialAttention(BaseOperation):
             gradient. Implementations of `flash` compute them from ``lse``, without another forward pass.
 
         Raises:
-            ValueError: see `partial`; a logsumexp or a cotangent of another shape or dtype.
+            ValueError: as in `partial`; or a logsumexp or a cotangent has another shape or dtype.
         """
         call = self._bind_partial(query, key, value, options)
         request = call.request

@@ -1,4 +1,4 @@
-"""Functions with a rule for tangents that, unlike that of `jax.custom_jvp`, survives a second derivative of a loop.
+"""Functions with a rule for tangents that survives a second derivative of a loop, unlike a `jax.custom_jvp`'s.
 
 Where JAX splits the body of a `jax.lax.scan` into what is known and what is linear, it replaces a call of a
 `jax.custom_jvp` by the function itself, which is then differentiated without the rule. A primitive stays.

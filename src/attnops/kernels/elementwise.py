@@ -56,8 +56,7 @@ class Elementwise:
         dtypes: the dtypes of the values.
         equations: evaluated on a tile, in order.
         result: the variable or literal of the result.
-        primitives: names of the primitives that are evaluated for each score, and of those that can't be
-            differentiated.
+        primitives: names of the primitives that are evaluated for each score, or that can't be differentiated.
         axes: the subset of `ARGUMENTS` that the result depends on.
     """
 

@@ -41,7 +41,7 @@ static ATTNOPS_INLINE vf load_wide(const e4m3* p) {
   const vh h = __builtin_convertvector(b, vh);
   return of_halves(((h & 0x80) << 8) | ((h & 0x7f) << 7)) * 256.0f;
 }
-// `count` numbers, fewer than VL, and zeros.
+// A vector of `count` numbers, fewer than VL, and zeros.
 template <class E>
 static ATTNOPS_INLINE vf load_first(const E* p, int64_t count) {
   E some[VL];

@@ -37,7 +37,7 @@ bool has_shape(const Buffer& x, std::initializer_list<Size> sizes) {
   return true;
 }
 
-// By how many elements an array [B or 1, …] advances with the batch, and so on.
+// The stride, in elements, of a dimension of an array [B or 1, …]; 0 if its size is 1.
 int64_t stride(const Any& x, size_t axis) {
   if (x.dimensions()[axis] == 1) return 0;
   int64_t n = 1;

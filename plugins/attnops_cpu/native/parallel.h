@@ -1,5 +1,5 @@
-// Parallel loops as kernels see them: no templates of the standard library, whose code, compiled for one instruction set,
-// the linker might keep for all.
+// The interface of parallel loops for kernels. It has no templates of the standard library: the linker might keep their
+// code, compiled for one instruction set, for all sets.
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,5 @@
 // Tile registers of AMX: eight of 16 rows of 64 bytes, and products of bfloat16 between them. With ATTNOPS_AMX_EMULATED they
-// are plain C++, to the bit as Intel's manual defines them, so that the kernels can be built and tested on any machine.
+// are plain C++, bit for bit as Intel's manual defines them, so that the kernels can be built and tested on any machine.
 #pragma once
 
 #include "simd.h"
@@ -7,7 +7,7 @@
 namespace attnops {
 namespace ATTNOPS_ISA {
 
-// What `ldtilecfg` reads: palette 1, and for each tile its bytes a row and its rows.
+// The operand of `ldtilecfg`: palette 1, and for each tile its bytes per row and its rows.
 struct alignas(64) TileConfig {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];

@@ -153,7 +153,7 @@ class OperationMetadata:
             mode: runtime mode. None: the metadata's, else decode for one query, else train.
 
         Returns:
-            Specs of query, key and value, without mesh axes that are absent or do not divide a dimension, and those
+            Specs of query, key and value, without mesh axes that are absent or do not divide a dimension, and the specs
             derived from them: of biases, masks, sinks, segment ids, lengths, output and logsumexp.
 
         Raises:

@@ -80,7 +80,7 @@ class Source(abc.ABC):
         Args:
             operation: the operation; its metadata has the layout of the query and the defaults of options.
             query: the query, in the layout that the caller gives.
-            options: the caller's options; None for those not set.
+            options: the caller's options; None for an option that is not set.
 
         Returns:
             A call with the arguments (query [B, T, H, D], source), the options that are set, a request with

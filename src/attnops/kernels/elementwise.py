@@ -48,7 +48,7 @@ _OF_ROW: Final = _CHEAP.union(
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """A function of ``(scores, b, h, q, kv)`` split in two; static, hashable, equal to those that compute the same.
+    """A function of ``(scores, b, h, q, kv)`` split in two; static, hashable, equal to functions that compute the same.
 
     Attributes:
         values: for each value that is computed before the kernel, the axes that it depends on: a subset of `AXES`

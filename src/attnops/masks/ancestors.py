@@ -43,7 +43,7 @@ class Ancestors(Mask):
         offset: the position of drafted token 0 among the keys, an int or an integer array [B or 1, 1]. None is
             ``S - T``.
 
-    Parents that are traced are not checked: those outside this range are clamped to it.
+    Traced parents are not checked: parents outside this range are clamped to it.
 
     A position here is the order in which tokens were appended, with a number for each drafted token: `Mask.at` reads
     only the first of a row's ``q_positions``, which is the row's offset. Rotary embeddings need another position for a

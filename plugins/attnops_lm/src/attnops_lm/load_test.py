@@ -170,7 +170,7 @@ async def _requests(url: str, requests: int, concurrency: int, max_tokens: int, 
         print(f"{concurrency} at a time: ", end="")
         report.print()
         same, ended = report.agreement({x.prompt: x.text for x in alone.answers})
-        print(f"{same} of {ended} answers equal that of their prompt alone")
+        print(f"{same} of {ended} answers equal the answer to their prompt alone")
 
 
 def _prefix(requests: int, length: int, operation: str) -> None:

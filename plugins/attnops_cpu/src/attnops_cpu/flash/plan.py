@@ -68,7 +68,7 @@ class CpuPlan:
 
 
 class Arrays(NamedTuple):
-    """The inputs of scores other than query and key; None if the call does not have one.
+    """The inputs of scores other than query and key; None for an input that the call does not have.
 
     Attributes:
         sinks: [1, H] float32; under `jax.vmap` [B, H].

@@ -166,7 +166,7 @@ class _Intervals(Mask):
         return CoverageBounds((low <= most) & (least <= high), (last_low <= least) & (most <= first_high))
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        # None if there is a committed token or each query is a key, and no key comes after the drafted tokens.
+        # Nothing is fully masked if there is a committed token or each query is a key, and no key follows the drafts.
         offset = self.known_offset
         return offset is None or not (offset >= S - T and (offset >= 1 or S >= T))
 

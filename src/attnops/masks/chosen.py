@@ -103,7 +103,7 @@ def block_sizes(mask: Mask | None) -> tuple[int, int] | None:
 
 
 def _rows(sums: Array, index: Array, axis: int = 2) -> Array:
-    """The sums at indices [B or 1, 1, tiles, 1], or [B or 1, 1, 1, tiles] of axis 3; others are clamped."""
+    """The sums at indices [B or 1, 1, tiles, 1], or [B or 1, 1, 1, tiles] of axis 3; indices outside are clamped."""
     xp = numpy_of(sums, index)
     index = xp.clip(index, 0, sums.shape[axis] - 1)
     if index.shape[0] == 1:

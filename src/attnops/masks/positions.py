@@ -200,7 +200,7 @@ class Causal(_Band):
         return 0, None
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        # None if the first query sees key 0, and the last query the last key.
+        # Nothing is fully masked if the first query sees key 0, and the last query the last key.
         return not (isinstance(self.offset, int) and self.offset >= max(S - T, 0))
 
 

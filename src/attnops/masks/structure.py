@@ -137,7 +137,7 @@ class Band(_Band):
         return None if low is None else min(low, LARGEST - 1), None if high is None else max(high, 1 - LARGEST)
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        # None if every query has a key within the band, and every key a query.
+        # Nothing is fully masked if every query has a key within the band, and every key a query.
         low = -(S - 1) if self.low is None else self.low
         high = T - 1 if self.high is None else self.high
         return not (low <= high and low <= min(0, T - S) and high >= max(0, T - S))

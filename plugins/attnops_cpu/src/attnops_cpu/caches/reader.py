@@ -1,4 +1,4 @@
-"""The reader of caches on CPUs: a C++ kernel that reads them in place; what it does not read, native `flash` does."""
+"""The reader of caches on CPUs: a C++ kernel reads them in place; native `flash` serves the calls that it does not."""
 
 from __future__ import annotations
 

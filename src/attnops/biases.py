@@ -93,7 +93,7 @@ class RelativeBias(Bias):
         return scores + self.at_distance(h, kv - q - self.offset)
 
     def by_distance(self, H: int, T: int, S: int) -> jax.Array:
-        """The bias of each head at each index difference, [H, T + S − 1]: of ``kv − q`` at ``kv − q + T − 1``."""
+        """The bias by head and index difference, [H, T + S − 1]; element ``d + T − 1`` is for ``kv − q = d``."""
         distance = jnp.arange(-(T - 1), S) - (0 if self.offset is None else self.offset)
         return jnp.asarray(self.at_distance(jnp.arange(H)[:, None], distance[None, :]))
 
@@ -128,8 +128,7 @@ class ALiBi(RelativeBias):
 def alibi_slopes(heads: int) -> NumpyArray:
     """The slopes of the ALiBi paper, float32 [heads]: powers of ``2 ** (-8 / n)``, n the largest power of two ≤ heads.
 
-    Where heads is not a power of two, the remaining slopes are every other one of those for 2n heads, as in the
-    authors' code.
+    If heads is not a power of two, the remaining slopes are every other slope for 2n heads, as in the authors' code.
     """
     n = 1 << (heads.bit_length() - 1)
     first = 2.0 ** (-8 / n * np.arange(1, n + 1))
@@ -208,11 +207,11 @@ class ScoreFn(Bias):
     Attributes:
         fn: ``fn(scores, b, h, q, kv, *args)`` gives the new scores, elementwise in jnp: float32 scores and integer
             indices that broadcast with them. It must be differentiable with respect to the scores and ``args``.
-            It is evaluated for every pair of indices, including masked ones, and value and derivatives must be finite
-            for all: 0 times NaN is NaN. Write ``log1p(maximum(q - kv, 0))`` where a mask hides ``q < kv``.
+            It is evaluated for every pair of indices, including masked ones, and its value and derivatives must be
+            finite for all: 0 times NaN is NaN. Write ``log1p(maximum(q - kv, 0))`` if a mask hides ``q < kv``.
             An index out of range is clamped, as JAX indexes arrays.
-        args: arrays that the function uses, numpy's or JAX's. Floating ones have gradients; so have traced arrays that
-            the function closes over.
+        args: arrays that the function uses, numpy's or JAX's. Floating ones have gradients, and so do traced arrays
+            that the function closes over.
     """
 
     fn: Function
@@ -247,7 +246,7 @@ class ScoreProgram(Bias):
     Attributes:
         name: the function's name.
         program: its arguments are ``scores, b, h, q, kv`` and the data.
-        data: arrays: the function's own arguments, and those that it closes over.
+        data: the function's arguments ``args``, and the arrays that it closes over.
     """
 
     name: str

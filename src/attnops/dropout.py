@@ -1,7 +1,7 @@
 """Portable dropout: whether a weight is dropped depends only on the PRNG key and (b, h, i, j).
 
 Every implementation, tiling and sharding therefore draws the same mask, forward and backward, and none stores it.
-Indices are those within the call: under `jax.vmap`, or in the caller's `jax.shard_map`, each slice starts at 0
+Indices count from the start of the call: under `jax.vmap`, or in the caller's `jax.shard_map`, each slice starts at 0
 and draws the same mask, unless it has a separate key (`jax.random.split`, or `fold_in` of the axis index).
 The hash is a chain of MurmurHash3's 32-bit finaliser (A. Appleby, public domain), whose every step is a bijection
 with full avalanche; it needs only 32-bit multiplications, shifts and exclusive ors, which Pallas and Triton have.
@@ -22,7 +22,7 @@ __all__ = [
     "dropout_threshold", "spread_of_keys",
 ]  # fmt: skip
 
-# Odd constants that spread the counters 0, 1, 2, … over 32 bits: the golden ratio's, and those of xxHash32.
+# Odd constants that spread the counters 0, 1, 2, … over 32 bits: from the golden ratio and from xxHash32.
 _SPREAD_B, _SPREAD_H, _SPREAD_I, _SPREAD_J = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F
 _THRESHOLD_BITS = 24
 
@@ -86,10 +86,10 @@ def dropout_threshold(prob: float) -> int:
 
 
 def dropout_rows(seed: Array, b: Index, h: Index, i: Index) -> jax.Array:
-    """The hash of (PRNG key, b, h, i), uint32, from which `dropout_keep` computes those of a row's elements.
+    """The hash of (PRNG key, b, h, i), uint32, from which `dropout_keep` computes the hash of each key.
 
     Args:
-        seed: [7] uint32, see `dropout_seed`.
+        seed: [7] uint32, from `dropout_seed`.
         b: index in the batch, any integer shape that broadcasts with the others.
         h: index of the query head.
         i: index of the query.

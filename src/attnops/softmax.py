@@ -98,8 +98,8 @@ def contribution(part: PartialSoftmax, lse: jax.Array, lse_residual: jax.Array) 
     """The contribution of a partial softmax to one over more keys, whose logsumexp is known.
 
     Args:
-        part: over some of the keys.
-        lse: over all keys, float32 [B, H, T].
+        part: the partial softmax over some of the keys.
+        lse: the logsumexp over all keys, float32 [B, H, T].
         lse_residual: the rounding error of ``lse``, float32 [B, H, T].
     """
     # ``part.lse`` is −inf for a row that sees none of these keys, and ``lse`` too if it sees no key at all.

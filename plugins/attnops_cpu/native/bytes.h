@@ -6,7 +6,7 @@
 namespace attnops {
 namespace ATTNOPS_ISA {
 
-// As they lie in memory.
+// The numbers as stored in memory.
 struct i8 {
   int8_t value;
 };
@@ -41,7 +41,7 @@ static ATTNOPS_INLINE vf load_wide(const e4m3* p) {
   const vh h = __builtin_convertvector(b, vh);
   return of_halves(((h & 0x80) << 8) | ((h & 0x7f) << 7)) * 256.0f;
 }
-// `count` numbers, fewer than VL, and zeros.
+// A vector of `count` numbers, fewer than VL, and zeros.
 template <class E>
 static ATTNOPS_INLINE vf load_first(const E* p, int64_t count) {
   E some[VL];
@@ -53,7 +53,7 @@ template <class E>
 static ATTNOPS_INLINE float widen(E x) {
   return load_first(&x, 1)[0];
 }
-// `count` bytes of int4 as 2 · count int8: those in lower bits first.
+// `count` bytes of int4 as 2 · count int8: the numbers in the lower bits first.
 static ATTNOPS_INLINE void unpack_int4(int8_t* to, const char* from, int64_t count) {
   typedef uint8_t vbytes __attribute__((vector_size(4 * VL)));
   int64_t i = 0;

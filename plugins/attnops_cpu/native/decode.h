@@ -7,24 +7,24 @@
 
 namespace attnops {
 
-// How numbers lie in memory. The first three are dtypes of queries too. Of int4 a byte has two, the first half of the
+// The dtypes of stored numbers. Queries may have the first three. A byte has two numbers of int4: the first half of the
 // features in the lower 4 bits.
 enum Stored { kF32, kBF16, kF16, kI8, kE4M3, kE5M2, kI4 };
 
-// What has a scale of its own.
+// What has a separate scale.
 enum Scales { kNoScale, kByTensor, kByHead, kByToken };
 
-// Sizes are those of `attnops_caches.Store`: blocks [blocks, K, n, width]. The token with the number j is in slot j of its
-// row, or in slot j + S if j is negative (a ring). `kernels` reads no block, page or slot outside the arrays, whatever the
-// numbers in `table`, `rows`, `positions` and `packed` are.
+// Blocks are [blocks, K, n, width], as in `attnops_caches.Store`. The token with the number j is in slot j of its row, or
+// in slot j + S if j is negative (a ring). Kernels read no block, page or slot outside the arrays, whatever the numbers in
+// `table`, `rows`, `positions` and `packed` are.
 //
-// B rows have T queries each. Of packed rows there are T queries together, and arrays by query have the batch 1.
+// B rows have T queries each. Packed rows have T queries together, and arrays by query have the batch 1.
 struct DecodeCall {
   int64_t B, T, H, K, D, Dv;
   int64_t S;       // slots of a row
   int64_t n;       // slots of a block
   int64_t blocks;  // blocks of this layer
-  int64_t base;    // the first of them among those of all layers
+  int64_t base;    // index of this layer's first block among the blocks of all layers
   int64_t M;       // pages of a row; 0 without a table
   const int32_t* table;  // [B, M]
 
@@ -42,10 +42,10 @@ struct DecodeCall {
   char* out;           // [B, T, H, Dv]
   float *lse, *residual, *highest;  // [B, H, T] the logsumexp, its rounding error, the largest score, each or null
 
-  const int32_t* packed;     // [T] which row each query of packed rows is of, none for other numbers; else null
+  const int32_t* packed;     // [T] the row of each packed query, no row if out of range; null if queries are not packed
   const int32_t* positions;  // of queries [B, T]; below 0 for padding
   const int32_t* rows;       // [B, 4]: position minus number; the first and one after the last number; the newest slot
-  const int32_t *left, *right;  // how many positions before and after its own a query sees, [1 or B, 1 or H]; by query of packed rows
+  const int32_t *left, *right;  // positions that a query sees before and after its own, [1 or B (packed: T), 1 or H]
   bool band_by_batch, band_by_head;
   const uint8_t* bits;  // [1 or B, 1 or H, 1 or T, S] booleans by slot, or null
   int64_t bits_b, bits_h, bits_t;  // strides, 0 where the size is 1

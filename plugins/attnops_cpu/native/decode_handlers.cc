@@ -9,16 +9,16 @@ using Array = ffi::AnyBuffer;
 using Dimensions = ffi::Span<const int64_t>;
 
 bool is_shape(const Array& x, std::initializer_list<int64_t> wanted) {
-  const Dimensions found = x.dimensions();
-  return found.size() == wanted.size() && std::equal(found.begin(), found.end(), wanted.begin());
+  const Dimensions given = x.dimensions();
+  return given.size() == wanted.size() && std::equal(given.begin(), given.end(), wanted.begin());
 }
 
 // Whether each size is 1 or the wanted one.
 bool broadcasts(const Array& x, std::initializer_list<int64_t> wanted) {
-  const Dimensions found = x.dimensions();
-  if (found.size() != wanted.size()) return false;
+  const Dimensions given = x.dimensions();
+  if (given.size() != wanted.size()) return false;
   auto size = wanted.begin();
-  for (const int64_t n : found)
+  for (const int64_t n : given)
     if (n != 1 && n != *size++) return false;
     else if (n == 1) ++size;
   return true;
@@ -50,8 +50,9 @@ ffi::Error wrong(const char* what) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::string("attnops_cpu_decode: ") + what);
 }
 
-// Optional arrays have no elements where they are not given; `rows` has a row for each row of the cache. `stored` and `scales` are numbers of `Stored` and `Scales`;
-// `value_first` is the first feature of values in the array of keys, −1 where values have an array of their own.
+// Optional arrays that are not given have no elements; `rows` has a row for each row of the cache. `stored` and `scales` are
+// values of `Stored` and `Scales`; `value_first` is the first feature of values in the array of keys, −1 if values have a
+// separate array.
 ffi::Error decode(ffi::ThreadPool pool, Array query, Array key, Array value, Array key_scale, Array value_scale, Array positions,
                   Array rows, Array left, Array right, Array packed, Array table, Array layer, Array bits, Array bias, Array sinks,
                   ffi::Result<Array> out, ffi::Result<Array> lse, ffi::Result<Array> highest, int64_t head_dim, int64_t value_head_dim, int64_t value_first,
@@ -105,7 +106,7 @@ ffi::Error decode(ffi::ThreadPool pool, Array query, Array key, Array value, Arr
   if (c.S > INT32_MAX) return wrong("a row has more slots than int32 counts");
   if (layer.element_type() != ffi::S32 || layer.element_count() != 1) return wrong("layer");
   int64_t given = *data<int32_t>(layer);
-  if (given < 0) given += layers;  // from the last, as `lax.dynamic_slice` takes the layer's lengths and table
+  if (given < 0) given += layers;  // counted from the last, as in `lax.dynamic_slice`, which reads the layer's lengths and table
   c.base = c.blocks * (given < 0 ? 0 : given < layers ? given : layers - 1);
 
   const size_t scale_count = scales == kNoScale ? 0 : scales == kByTensor ? 1 : scales == kByHead ? c.K : layers * c.blocks * c.K * c.n;
@@ -116,7 +117,7 @@ ffi::Error decode(ffi::ThreadPool pool, Array query, Array key, Array value, Arr
   if (positions.element_type() != ffi::S32 || !(is_shape(positions, {batch, c.T}) || (c.packed && is_shape(positions, {c.T, 1}))))
     return wrong("positions must be int32 by query");
   if (rows.element_type() != ffi::S32 || !is_shape(rows, {c.B, 4})) return wrong("rows must be int32 [B, 4]");
-  // Of packed rows each query has a row of its own in these arrays.
+  // If rows are packed, each query has a separate row in these arrays.
   const int64_t lead_size = c.packed ? c.T : c.B, T = c.packed ? 1 : c.T;
   const size_t by_query = c.packed ? 0 : 2;
   for (const Array* x : {&left, &right})

@@ -1,4 +1,4 @@
-// exp2 and what is made of it.
+// exp2, and functions that use it.
 #pragma once
 
 #include "simd.h"

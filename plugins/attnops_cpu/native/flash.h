@@ -10,11 +10,11 @@ enum class Float : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
 // Keys per panel: the unit in which keys are packed, skipped and masked, and the bits of a word.
 constexpr int PANEL = 32;
 
-// What the tile map says of a tile; numbers from 0 are the index of its bits among those of its batch.
+// The entries of the tile map; numbers from 0 on are the index of a PARTIAL tile's bits in the bits of its batch.
 constexpr int32_t TILE_EMPTY = -2, TILE_FULL = -1;
 
-// The shapes, and what is done to scores. Query i sees key j where all of these allow it: low <= i − j <= high; the tile
-// map; and in tiles that are neither EMPTY nor FULL the ids, if there are any, else the bits.
+// The shapes and the scoring. Query i sees key j where all of these allow it: low <= i − j <= high; the tile map; and in
+// tiles that are neither EMPTY nor FULL the ids, if there are any, else the bits.
 struct Scoring {
   int64_t B, T, S, H, K, D, Dv;
   float scale;
@@ -26,7 +26,7 @@ struct Scoring {
   int64_t bits_batch, slots;
   const int32_t *q_ids, *kv_ids;  // [B or 1, T] and [B or 1, S]; null for none
   int64_t q_ids_batch, kv_ids_batch;
-  const void* bias;  // null for none; strides in elements, that of keys is 0 or 1
+  const void* bias;  // null for none; strides are in elements, and the stride of keys is 0 or 1
   Float bias_type;
   int64_t bias_batch, bias_head, bias_query, bias_key;
   const uint32_t* dropout;  // the hash of each query, [B, H, T]; null for none

@@ -11,11 +11,11 @@ using Any = ::xla::ffi::AnyBuffer;
 
 ffi::Error wrong(const std::string& what) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, "attnops-cpu: " + what); }
 
-bool type_of(ffi::DataType given, Float* found) {
+bool type_of(ffi::DataType given, Float* type) {
   switch (given) {
-    case ffi::F32: *found = Float::f32; return true;
-    case ffi::BF16: *found = Float::bf16; return true;
-    case ffi::F16: *found = Float::f16; return true;
+    case ffi::F32: *type = Float::f32; return true;
+    case ffi::BF16: *type = Float::bf16; return true;
+    case ffi::F16: *type = Float::f16; return true;
     default: return false;
   }
 }
@@ -37,7 +37,7 @@ bool has_shape(const Buffer& x, std::initializer_list<Size> sizes) {
   return true;
 }
 
-// By how many elements an array [B or 1, …] advances with the batch, and so on.
+// The stride, in elements, of a dimension of an array [B or 1, …]; 0 if its size is 1.
 int64_t stride(const Any& x, size_t axis) {
   if (x.dimensions()[axis] == 1) return 0;
   int64_t n = 1;

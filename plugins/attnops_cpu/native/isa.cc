@@ -28,8 +28,8 @@ enum Register { EAX, EBX, ECX, EDX };
 
 // A bit that CPUID returns. Not __builtin_cpu_supports, which is always false where zig compiles it.
 bool cpuid(unsigned leaf, unsigned subleaf, Register in, int bit) {
-  unsigned found[4] = {};
-  return __get_cpuid_count(leaf, subleaf, found, found + 1, found + 2, found + 3) && found[in] >> bit & 1;
+  unsigned words[4] = {};
+  return __get_cpuid_count(leaf, subleaf, words, words + 1, words + 2, words + 3) && words[in] >> bit & 1;
 }
 
 // Whether the system saves the registers that these bits of XCR0 name.
@@ -114,8 +114,8 @@ const Kernels* kernels() {
 
 // The instruction set that serves calls; empty if ATTNOPS_CPU_ISA names one that this processor does not have.
 ATTNOPS_EXPORT const char* attnops_cpu_isa() {
-  const attnops::Kernels* found = attnops::kernels();
-  return found ? found->name : "";
+  const attnops::Kernels* kernels = attnops::kernels();
+  return kernels ? kernels->name : "";
 }
 
 // All that this processor has, the fastest first, by index; null beyond the last.

@@ -16,7 +16,7 @@ struct Kernels {
   bool (*decode)(const DecodeCall& call, Parallel& parallel);
 };
 
-// Those of which CMakeLists.txt compiles a file for this processor's family.
+// The instruction sets that CMakeLists.txt compiles for this processor's family.
 extern const Kernels kernels_amx, kernels_avx512_bf16, kernels_avx512, kernels_avx2, kernels_neon_bf16, kernels_neon,
     kernels_baseline, kernels_amx_emulated;
 

@@ -18,20 +18,20 @@ void* aligned(int64_t bytes) {
   return std::aligned_alloc(64, static_cast<size_t>((bytes < 64 ? 64 : bytes) + 63) / 64 * 64);
 }
 
-// Memory of calls that have ended, for the next ones: the system would clear each page of new memory when it is first
-// written, which takes longer than what is then written to it.
+// Memory of calls that have ended, kept for the next ones: the system clears each page of new memory when it is first
+// written, which takes longer than the kernel's own writes to it.
 class Kept {
  public:
-  // At least `bytes`, and at most four times as much; null for none.
-  void* take(int64_t bytes, int64_t* found) {
+  // A piece of at least `bytes`, and at most four times as much, and its size; null for none.
+  void* take(int64_t bytes, int64_t* size) {
     std::lock_guard<std::mutex> lock(mutex_);
     int best = -1;
     for (int i = 0; i < count_; ++i)
       if (each_[i].bytes >= bytes && each_[i].bytes / 4 <= bytes && (best < 0 || each_[i].bytes < each_[best].bytes)) best = i;
     if (best < 0) return nullptr;
     void* const data = each_[best].data;
-    *found = each_[best].bytes;
-    total_ -= *found;
+    *size = each_[best].bytes;
+    total_ -= *size;
     each_[best] = each_[--count_];
     return data;
   }
@@ -64,8 +64,8 @@ class Kept {
   int64_t total_ = 0;
 };
 
-// Never destroyed: threads may still run when the process ends. A process forks with the lock held, so that no other thread
-// holds it in the child, where that thread is not, for ever.
+// Never destroyed: threads may still run when the process ends. A fork holds the lock, so that the child does not inherit
+// it locked by a thread that the child does not have.
 Kept& kept = *new Kept;
 [[maybe_unused]] const int at_fork = pthread_atfork([] { kept.lock(); }, [] { kept.unlock(); }, [] { kept.unlock(); });
 

@@ -14,7 +14,7 @@ static ATTNOPS_INLINE vu load_pairs(const void* p) {
   memcpy(&v, p, sizeof(v));
   return v;
 }
-// The first n of TWO numbers, and zeros.
+// A vector of the first n of TWO numbers, and zeros.
 static ATTNOPS_INLINE vu load_pairs(const void* p, int64_t n) {
 #if defined(__AVX512BF16__)
   return (vu)_mm512_maskz_loadu_epi16(n >= TWO ? ~0u : (1u << n) - 1, p);
@@ -25,7 +25,7 @@ static ATTNOPS_INLINE vu load_pairs(const void* p, int64_t n) {
 #endif
 }
 
-// Pairs of a number of `a` and the same of `b`, in two vectors; sums of their products have the order of `in_order`.
+// Pairs of the numbers of `a` and `b` at the same place, in two vectors; `in_order` sorts sums of their products.
 static ATTNOPS_INLINE void interleave(vu a, vu b, vu* to) {
 #if defined(__AVX512BF16__)
   to[0] = (vu)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b);
@@ -39,7 +39,7 @@ static ATTNOPS_INLINE void interleave(vu a, vu b, vu* to) {
 // Sorts n sums, a multiple of TWO.
 static ATTNOPS_INLINE void in_order(float* sums, int64_t n) {
 #if defined(__AVX512BF16__)
-  // Unpacking took 8 bytes of each 16 of both.
+  // Unpacking interleaved 8 of each 16 bytes of both vectors.
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
   for (int64_t d = 0; d < n; d += TWO) {

@@ -1,5 +1,5 @@
-// Parallel loops as kernels see them: no templates of the standard library, whose code, compiled for one instruction set,
-// the linker might keep for all.
+// The interface of parallel loops for kernels. It has no templates of the standard library: the linker might keep their
+// code, compiled for one instruction set, for all sets.
 #pragma once
 
 #include <stdint.h>
@@ -33,8 +33,8 @@ class Parallel {
 // the same task invalidates the first. Null if there is no memory.
 void* scratch(int64_t bytes);
 
-// Memory of one call, 64-byte aligned, its content undefined; null if there is no memory. Up to 64 MB of it are kept for
-// later calls.
+// Memory of one call, 64-byte aligned, with undefined content; null if there is no memory. Up to 64 MB are kept for later
+// calls.
 class Buffer {
  public:
   explicit Buffer(int64_t bytes);

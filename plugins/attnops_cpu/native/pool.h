@@ -1,8 +1,8 @@
 // Fork and join on XLA's thread pool.
 //
-// A handler runs on a thread of that pool. If it blocked until tasks which it scheduled had run, handlers that occupy all
-// threads would wait for ever. So the caller takes part: tasks are claimed by an atomic counter, the caller claims until
-// none is left, and then waits only for tasks that a running thread has claimed. A helper that starts late finds nothing.
+// A handler runs on a thread of that pool. If it blocked until tasks that it scheduled had run, handlers that occupy all
+// threads would wait for ever. So the caller runs tasks too: threads claim tasks by an atomic counter, and when none is
+// left, the caller waits only for tasks that a running thread has claimed. A helper that starts late does nothing.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ inline int available_cores() {
   return n ? static_cast<int>(n) : 1;
 }
 
-// What the caller and its helpers share; alive until the last of them has let go.
+// The state that the caller and its helpers share; the last of them deletes it.
 struct Job {
   Job(int64_t count, Parallel::Task task, void* data) : count(count), task(task), data(data) {}
 

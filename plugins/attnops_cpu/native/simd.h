@@ -2,7 +2,7 @@
 //
 // GCC's and clang's vector extensions have loads, arithmetic and comparisons of all widths; where an instruction matters
 // (maximum, conversion, products of bfloat16) there are intrinsics. All is in the namespace ATTNOPS_ISA, which the file of
-// an instruction set defines, so that the linker never takes one set's function for another's.
+// an instruction set defines, so that the linker never uses one set's function in place of another's.
 #pragma once
 
 #include <stdint.h>
@@ -41,7 +41,7 @@ typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
 typedef uint16_t vh __attribute__((vector_size(VL * 2)));
 
-// 16-bit floats as they lie in memory.
+// 16-bit floats as stored in memory.
 struct bf16 {
   uint16_t bits;
 };
@@ -92,7 +92,7 @@ static ATTNOPS_INLINE vf vmin(vf a, vf b) {
   return a < b ? a : b;
 #endif
 }
-// a where the mask (all ones or 0 a lane) is set, else b.
+// a where the mask (all ones or 0 in each lane) is set, else b.
 static ATTNOPS_INLINE vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 
 static ATTNOPS_INLINE float hsum(vf v) {
@@ -130,7 +130,7 @@ static ATTNOPS_INLINE float widen(bf16 x) {
 }
 static ATTNOPS_INLINE float widen(f16 x) {
   const uint32_t sign = (uint32_t)(x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-  // A subnormal number as an integer: products take float32's subnormal numbers for 0 on XLA's threads.
+  // A subnormal number as an integer: on XLA's threads products treat float32's subnormal numbers as 0.
   float f = (float)(int32_t)rest * 5.9604644775390625e-8f;  // 2^-24
   uint32_t bits;
   memcpy(&bits, &f, 4);
@@ -140,7 +140,7 @@ static ATTNOPS_INLINE float widen(f16 x) {
   return f;
 }
 
-// VL numbers from memory as float32.
+// Loads VL numbers as float32.
 static ATTNOPS_INLINE vf load_wide(const float* p) { return load(p); }
 static ATTNOPS_INLINE vf load_wide(const bf16* p) {
   vh h;
@@ -196,7 +196,7 @@ static ATTNOPS_INLINE void narrow(f16* p, float x) {
   }
   p->bits = (uint16_t)(sign | half);
 }
-// VL numbers to memory, rounded.
+// Stores VL numbers, rounded.
 static ATTNOPS_INLINE void store_narrow(float* p, vf v) { store(p, v); }
 static ATTNOPS_INLINE void store_narrow(bf16* p, vf v) {
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

@@ -1,5 +1,5 @@
 // Tile registers of AMX: eight of 16 rows of 64 bytes, and products of bfloat16 between them. With ATTNOPS_AMX_EMULATED they
-// are plain C++, to the bit as Intel's manual defines them, so that the kernels can be built and tested on any machine.
+// are plain C++, bit for bit as Intel's manual defines them, so that the kernels can be built and tested on any machine.
 #pragma once
 
 #include "simd.h"
@@ -7,7 +7,7 @@
 namespace attnops {
 namespace ATTNOPS_ISA {
 
-// What `ldtilecfg` reads: palette 1, and for each tile its bytes a row and its rows.
+// The operand of `ldtilecfg`: palette 1, and for each tile its bytes per row and its rows.
 struct alignas(64) TileConfig {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
@@ -57,7 +57,7 @@ static inline float tile_number(int tile, int row, int i) {
   memcpy(&x, emulated.rows[tile][row] + 2 * i, 2);
   return flushed(widen(x));
 }
-// TDPBF16PS: c += a · b. Even and odd neighbours have sums of their own, which are added, and then added to c.
+// TDPBF16PS: c += a · b. Even and odd neighbours have separate sums, which are added to each other, then to c.
 static inline void tile_dot(int c, int a, int b) {
   const TileConfig& config = emulated.config;
   const int columns = config.row_bytes[c] / 4, words = config.row_bytes[a] / 4;
@@ -89,7 +89,7 @@ static inline void tile_fence() {}
 #define tile_load(tile, from, stride) _tile_loadd(tile, from, stride)
 #define tile_store(tile, to, stride) _tile_stored(tile, to, stride)
 #define tile_dot(c, a, b) _tile_dpbf16ps(c, a, b)
-// GCC doesn't know that loads of tiles read memory: what was written before must be there.
+// GCC doesn't know that loads of tiles read memory: earlier writes must be complete.
 static ATTNOPS_INLINE void tile_fence() { asm volatile("" ::: "memory"); }
 
 #endif

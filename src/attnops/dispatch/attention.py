@@ -55,10 +55,10 @@ class OperationImpl(PartialAttention):
             for the batch, "h" for query heads, "k" for kv heads, "-" for anything else; ``""`` for an array that is the
             same on every device. A dimension has the size of its axis, or 1. Under a mesh the arrays are sharded
             along these axes, and an array option that is missing here is refused. ``{"decay": "h"}`` is for decays [H].
-        readers: by forward, what reads sources in place for it: an `attnops_caches.CacheReader` for caches. Without one
-            a source is read into arrays. An inherited forward has its base class's reader.
-        is_partitioned: whether XLA by itself shards the computation over batch and heads as the arrays are. If not, a
-            call on a mesh that has axes which no axis rule names warns.
+        readers: the reader of each forward that reads sources in place: an `attnops_caches.CacheReader` for caches. For
+            a forward without one, sources are read into arrays. An inherited forward has its base class's reader.
+        is_partitioned: whether XLA itself shards the computation over batch and heads, as the arrays are sharded. If
+            not, a call warns of mesh axes that no axis rule names.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(OperationMetadata))
@@ -68,7 +68,7 @@ class OperationImpl(PartialAttention):
 
     @classmethod
     def rank(cls, request: Request) -> Rank | RankBetween | None:
-        """How good a choice this is for a request that it serves, for the operation `auto`. None: never picked."""
+        """The rank by which `auto` picks this operation for a request that it serves. None: never picked."""
         return Rank.KERNEL if forward_for(cls, request.platform) != "native" else Rank.NATIVE
 
     def __call__(
@@ -99,11 +99,11 @@ class OperationImpl(PartialAttention):
 
         Args:
             query: [B, T, H, D] float32, bfloat16 or float16; [B, H, T, D] with ``metadata.layout="BHTD"``.
-            key: [B, S, K, D], or [B, K, S, D] with ``layout="BHTD"``; the query's dtypes. K divides H, and query head h
-                uses kv head ``h // (H // K)``. Or an `attnops.Source` that already holds the queries' tokens, such as a
-                cache of attnops-caches, whose class documents the queries' positions and its further options; masks and
-                biases are evaluated at positions. A call over a source has no gradient.
-            value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``; the query's dtypes. None with a source.
+            key: [B, S, K, D], or [B, K, S, D] with ``layout="BHTD"``; dtypes as for query. K divides H, and query head
+                h uses kv head ``h // (H // K)``. Or an `attnops.Source` that already holds the queries' tokens, such as
+                a cache of attnops-caches; its class documents the queries' positions and further options. Masks and
+                biases are then evaluated at positions, and the call has no gradient.
+            value: [B, S, K, Dv], or [B, K, S, Dv] with ``layout="BHTD"``; dtypes as for query. None with a source.
             mask: a boolean array, 4-D, that broadcasts to [B, H, T, S], True where a query may attend; or a
                 `attnops.masks.Mask`. A fully masked row gives output 0, logsumexp −inf and gradients 0.
             bias: added to the scores; a floating-point array, 4-D, that broadcasts to [B, H, T, S]; or an
@@ -123,21 +123,21 @@ class OperationImpl(PartialAttention):
             return_max_logits: whether the output has ``max_logits``, the largest score that each query sees, float32
                 [B, H, T]; −inf where it sees none. Sinks and dropout don't change it. It has no gradient: it counts as
                 a constant, as by `jax.lax.stop_gradient`.
-            cu_seqlens: for ``metadata.layout="THD"``, where query, key, value and output have no batch, [total, heads,
-                head_dim], logsumexp and max_logits are [H, T] and weights are [H, T, S]: the cumulative lengths of the
-                documents in them, integers [documents + 1], [0, n₁, n₁ + n₂, …]. Tokens from the last number on are
-                padding, fully masked. Tokens see their own document alone, and masks and biases by positions are
-                evaluated in each: `Causal` is aligned at its end. Those with positions of their own, and arrays (masks,
-                ids and biases, as for B = 1), are by token. Numbers that are known must rise from 0; a traced one that
-                is below an earlier one counts as that, so that its document is empty.
-            cu_seqlens_q: the cumulative lengths of the queries' documents, where keys have others.
+            cu_seqlens: the cumulative lengths of documents, integers [documents + 1], [0, n₁, n₁ + n₂, …], for
+                ``metadata.layout="THD"``: query, key, value and output are [total, heads, head_dim], logsumexp and
+                max_logits [H, T], weights [H, T, S]. Tokens see only their own document; tokens after the last document
+                are padding, fully masked. Masks and biases by position are evaluated within each document (`Causal` is
+                aligned at its end); masks with given positions, and array masks, ids and biases (as for B = 1), are by
+                token. Known numbers must rise from 0; a traced one below an earlier one is raised to it, so that its
+                document is empty.
+            cu_seqlens_q: the cumulative lengths of the queries' documents, if the keys' differ.
             cu_seqlens_k: the cumulative lengths of the keys' documents, as many as the queries'.
             **options: options that only some implementations, or the source, have.
 
         Raises:
             ValueError: shapes, dtypes or values that fit no implementation.
             TypeError: an option that no forward of this operation names.
-            UnsupportedError: see `BaseOperation.__call__`.
+            UnsupportedError: the operation can't serve the call; see `BaseOperation.__call__`.
         """
         if options:
             self._check_own_options(key, options)
@@ -170,7 +170,7 @@ class OperationImpl(PartialAttention):
         Args:
             query: [B, T, H, D]; heads before length with ``layout="BHTD"``.
             key: [B, T, K, D]; heads before length with ``layout="BHTD"``.
-            value: [B, T, K, Dv]; heads before length with ``layout="BHTD"``. None for a source that stores none.
+            value: [B, T, K, Dv]; heads before length with ``layout="BHTD"``. None for a source that stores no values.
             source: the source before these tokens, such as a cache.
             **options: the options of `__call__`, and the source's.
 
@@ -178,7 +178,7 @@ class OperationImpl(PartialAttention):
             The output, and the source with the tokens.
 
         Raises:
-            ValueError: see `__call__` and the source's class.
+            ValueError: as in `__call__`; or the source, whose class documents it, refuses the tokens.
         """
         if not isinstance(source, Source):
             raise ValueError(
@@ -246,7 +246,7 @@ class OperationImpl(PartialAttention):
         return result
 
     def reasons_for(self, forward: str, request: Request) -> list[Reason]:
-        """See `BaseOperation.reasons_for`; for a request over a source, those of its `SourceRequest`."""
+        """See `BaseOperation.reasons_for`; for a request over a source, its `SourceRequest` gives the reasons."""
         if isinstance(request, AttentionRequest) and request.source is not None:
             source = request.source
             return border.reasons_of(type(source), "reasons", lambda: source.reasons(self, forward, request))
@@ -280,7 +280,7 @@ class OperationImpl(PartialAttention):
         return forward == "native"
 
     def program_key(self, forward: str) -> Hashable | None:
-        """All that the forward of this name depends on other than its arguments: the key of its compiled programs.
+        """The key of a forward's compiled programs: all that it depends on besides its arguments.
 
         None for an operation with state other than its metadata, whose programs are not cached.
         """

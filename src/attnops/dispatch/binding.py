@@ -50,11 +50,11 @@ def bind_attention(
 
     Args:
         metadata: the operation's metadata; its scale, soft cap and mode are the defaults of the call's.
-        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; in the layout "THD" all are without the batch.
+        query: [B, T, H, D], or [B, H, T, D] in the layout "BHTD"; in the layout "THD" the arrays have no batch.
         key: [B, S, K, D], or [B, K, S, D] in the layout "BHTD".
         value: [B, S, K, Dv], or [B, K, S, Dv] in the layout "BHTD".
         options: the options by name; None means not set, and so does False for a flag.
-        parts: the number of shards of query and of key. The arrays are one shard, the options are for all.
+        parts: the number of shards of query and of key. The arrays are one shard; the options are for all shards.
 
     Raises:
         ValueError: shapes that don't fit, a dtype that isn't floating-point, an option outside its range.
@@ -220,7 +220,7 @@ def _describe_bias(bias: jax.Array | Bias) -> dict[str, Any]:
 
 
 def _is_off(name: str, option: object) -> bool:
-    """Whether an option is a flag that is not set. False for an array argument is refused, not ignored."""
+    """Whether an option is a flag that is False. An array option that is False is refused, not ignored."""
     return name not in CONTRACT and isinstance(option, (bool, np.bool_)) and not option
 
 
@@ -317,7 +317,7 @@ def bind_bias(bias: object, scores: tuple[int, int, int, int]) -> jax.Array | Bi
 
 
 def _sinks(sinks: object, heads: int) -> jax.Array:
-    """One sink per head, [H]: several of a head are equal to one with the logarithm of their sum of exponentials."""
+    """One sink per head, [H]: several sinks of a head are equivalent to one, their logsumexp."""
     shape = tuple(getattr(sinks, "shape", ()))
     if shape[:1] != (heads,) or len(shape) > 2 or shape[-1] == 0:
         raise ValueError(f"sinks has shape {shape}, but must have shape [H]=({heads},) or [H, n]: n logits per head")
@@ -326,7 +326,7 @@ def _sinks(sinks: object, heads: int) -> jax.Array:
     array = jnp.asarray(sinks)
     if array.ndim == 1:
         return array
-    # A head whose sinks are all −inf would have NaN as its derivatives.
+    # The derivatives would be NaN for a head whose sinks are all −inf.
     seen = (array != -jnp.inf).any(axis=1)
     total = jax.nn.logsumexp(jnp.where(seen[:, None], array.astype(jnp.float32), 0), axis=1)
     return jnp.where(seen, total, -jnp.inf)

@@ -27,11 +27,11 @@ class Documents(NamedTuple):
     """The documents of T queries and S keys.
 
     Attributes:
-        segments: the document of each token; no query and no key that is padding share one.
+        segments: the document of each token; padding queries and padding keys are in different ones.
         q: the index of each query in its document, int32 [T].
         kv: the index of each key in its document, int32 [S].
-        excess: by query, how many more keys than queries its document has, int32 [T].
-        start: by query, the first key of its document, int32 [T].
+        excess: for each query, how many more keys than queries its document has, int32 [T].
+        start: for each query, the first key of its document, int32 [T].
         same: whether queries and keys have the same documents.
     """
 
@@ -83,7 +83,7 @@ def _ends(name: str, values: Leaf, length: int) -> Array:
 
 
 def _placed(ends: Array, length: int) -> tuple[Array, Array, Array]:
-    """By token: its document, counted from 1; its index in the document; whether it is padding."""
+    """For each token: its document, counted from 1; its index in the document; whether it is padding."""
     xp = numpy_of(ends) if isinstance(length, int) else jnp  # symbolic
     index = xp.arange(length, dtype=np.int32)
     if xp is np:
@@ -95,10 +95,10 @@ def _placed(ends: Array, length: int) -> tuple[Array, Array, Array]:
 
 
 def mask_by_document(mask: Mask | None, documents: Documents) -> Mask:
-    """The mask that allows in each document what ``mask`` allows in a sequence of its own, and nothing outside of it.
+    """``mask`` applied to each document as to a separate sequence; no token sees another document.
 
-    Masks of positions are at the tokens' positions in their documents, aligned at the end unless they have an offset;
-    those with positions of their own, and masks of tokens, are unchanged.
+    Masks of positions use the tokens' positions in their documents, aligned at the end unless they have an offset;
+    masks with given positions (`Mask.at`), and masks of tokens, are unchanged.
     """
     return documents.segments if mask is None else _placed_mask(mask, documents) & documents.segments
 
@@ -114,13 +114,13 @@ def _placed_mask(mask: Any, documents: Documents) -> Mask:
         case At():
             return mask
         case _Band() if documents.same:
-            return mask  # the distance of two tokens of a document is the distance of their indices
+            return mask  # two tokens of a document have the distance of their indices
     if type(mask).at is Mask.at:
         return mask
     q = _query_positions(mask, documents)
     if getattr(mask, "offset", None) is not None:
         mask = mask.with_offset(None)
-    if isinstance(mask, _Band):  # at the keys' indices, which nearly rise from query to query
+    if isinstance(mask, _Band):  # as indices of keys, which mostly rise, so that few tiles are PARTIAL
         placed: Mask = mask.at(q + documents.start)
         return placed
     placed = mask.at(q, documents.kv)
@@ -128,7 +128,7 @@ def _placed_mask(mask: Any, documents: Documents) -> Mask:
 
 
 def _query_positions(of: Any, documents: Documents) -> Array:
-    """By query, its position among the keys of its document."""
+    """The position of each query among the keys of its document."""
     offset = 0 if isinstance(of, Band) else getattr(of, "offset", 0)
     if offset is not None and np.shape(offset) != ():
         raise ValueError(
@@ -138,7 +138,7 @@ def _query_positions(of: Any, documents: Documents) -> Array:
 
 
 def bias_by_document(bias: Bias, documents: Documents, shape: tuple[int, int, int, int]) -> Bias:
-    """The bias that changes the scores [1, H, T, S] in each document as ``bias`` does in a sequence of its own."""
+    """``bias`` applied to each document as to a separate sequence, for scores [1, H, T, S]."""
     kv = documents.kv
     if isinstance(bias, RelativeBias):
         if documents.same:

@@ -64,7 +64,7 @@ def explain(
 
     Loads every distribution that has an operation; traces nothing. Only classes with ``computes = "attention"`` are
     considered: the core's operations, their subclasses and classes that declare it; others can be given by name. For
-    a request of another contract, those whose ``computes`` is that of the request's class, and one must be named.
+    a request of another contract, classes that compute this contract are considered, and ``operation`` must name one.
 
     Args:
         request: from an operation's ``request(query, key, value, ...)``, or made by hand.

@@ -48,7 +48,7 @@ class OperationMetadata:
         mode: runtime mode (a constant of `attnops.sharding`, or "train", "prefill", "decode", "insert").
             None: decode where the query's length is 1, else train; over a cache prefill, since train is refused there.
         platform: "cpu", "cuda", "rocm", "gpu", "tpu" or "tt". None: the mesh's, else the arrays', else JAX's default.
-        mesh: the mesh that calls run on. None: the current mesh (`jax.set_mesh`), else that of the arrays' types
+        mesh: the mesh that calls run on. None: the current mesh (`jax.set_mesh`), else the mesh in the arrays' types
             (`jax.sharding.AxisType.Explicit`), if any. It must have the axes of the current mesh, if there is one.
         axis_rules: the mesh axes that shard each dimension, see `attnops.sharding.AxisRules`.
         precision: the precision of matrix products. None: full float32 for float32 inputs on every platform
@@ -153,7 +153,7 @@ class OperationMetadata:
             mode: runtime mode. None: the metadata's, else decode for one query, else train.
 
         Returns:
-            Specs of query, key and value, without mesh axes that are absent or do not divide a dimension, and those
+            Specs of query, key and value, without mesh axes that are absent or do not divide a dimension, and the specs
             derived from them: of biases, masks, sinks, segment ids, lengths, output and logsumexp.
 
         Raises:

@@ -36,7 +36,7 @@ def gathers(operation: OperationImpl, axes: tuple[str, ...]) -> None:
 
 
 def repeats(operation: OperationImpl, call: Call, boundary: Boundary | None) -> None:
-    """Warn, once, that no axis rule names some axes of the call's mesh, so that devices along them compute the same.
+    """Warn, once, that no axis rule names some axes of the call's mesh: devices along them compute the same.
 
     Args:
         operation: the operation that runs.

@@ -142,7 +142,7 @@ class BaseOperation(abc.ABC):
         return ()
 
     def environment_key(self) -> Hashable:
-        """All that `unsupported` depends on other than request and metadata, as part of a cache key.
+        """All that `unsupported` depends on besides request and metadata, as part of a cache key.
 
         An example is the device to compile for. Called for every call, so it must be cheap.
         """
@@ -265,8 +265,8 @@ class BaseOperation(abc.ABC):
     def reasons_for(self, forward: str, request: Request) -> list[Reason]:
         """Every reason why a forward, by its name, can't serve a request. Traces nothing.
 
-        A class may override it to add reasons of any forward, the native one too; those of a platform's own forward
-        belong in `unsupported`.
+        A class may override it to add reasons for any forward, including the native one; reasons for a platform's own
+        forward belong in `unsupported`.
         """
         return self.own_reasons(forward, request)
 
@@ -281,7 +281,7 @@ class BaseOperation(abc.ABC):
         limits = self._limits(forward)
         # Without declared limits, only the attention contract limits dtypes.
         if limits is not _NO_LIMITS or isinstance(request, AttentionRequest):
-            # Limits of an option have no effect where the forward does not name the option itself.
+            # An option that the forward does not name is refused already: its limits add no reason.
             reasons += [reason for reason in limits.reasons(request) if reason.argument not in unknown]
         reasons += self.metadata.unread(type(self))
         if forward != "native" and not limits.symbolic_reasons(request):
@@ -289,7 +289,7 @@ class BaseOperation(abc.ABC):
         return reasons
 
     def _check_options(self, options: Mapping[str, object], more: frozenset[str] = frozenset()) -> None:
-        """Raise a `TypeError` for an option that no forward of this class names, and that is none of ``more``."""
+        """Raise a `TypeError` for an option that is neither named by a forward of this class nor in ``more``."""
         known = all_options(type(self)) | more
         for option in options:
             if option not in known:

@@ -1,6 +1,6 @@
 """The options of the attention contract by name, for signatures: ``**options: Unpack[AttentionOptions]``.
 
-A forward that has only some of the options names those in its signature instead.
+A forward that has only some of the options names them in its signature instead.
 """
 
 from __future__ import annotations

@@ -33,14 +33,14 @@ class PartialAttention(BaseOperation):
                 `attnops.softmax.with_sinks`.
 
         Returns:
-            A result in float32 for any dtype of the query. An implementation without partial softmaxes
-            computes it from its output and logsumexp, so that the rounding error of the logsumexp (1e-4 where scores
-            are 1e3) becomes an error of the weights.
+            The result, in float32 for any dtype of the query. An implementation without partial softmaxes computes it
+            from its output and logsumexp: the rounding error of the logsumexp (1e-4 if scores are 1e3) becomes an
+            error of the weights.
 
         Raises:
             ValueError: an option that belongs to all keys together, another layout than "BTHD", or a mesh that shards
                 the call: call it inside `jax.shard_map`, with no mesh in the metadata.
-            TypeError: see `__call__`.
+            TypeError: an option that no forward of this operation names.
         """
         call = self._bind_partial(query, key, value, options)
         return self.run_partial(decide(self, call.request), call)
@@ -63,8 +63,8 @@ class PartialAttention(BaseOperation):
             query: [B, T, H, D].
             key: [B, S, K, D], some of the keys.
             value: [B, S, K, Dv].
-            lse: over all keys, float32 [B, H, T].
-            lse_residual: its rounding error, float32 [B, H, T].
+            lse: the logsumexp over all keys, float32 [B, H, T].
+            lse_residual: the rounding error of ``lse``, float32 [B, H, T].
             d: the cotangents of `attnops.softmax.contribution`.
             wants_bias: whether to compute the bias's gradient.
             **options: the options of `partial`.
@@ -74,7 +74,7 @@ class PartialAttention(BaseOperation):
             gradient. Implementations of `flash` compute them from ``lse``, without another forward pass.
 
         Raises:
-            ValueError: see `partial`; a logsumexp or a cotangent of another shape or dtype.
+            ValueError: as in `partial`; or a logsumexp or a cotangent has another shape or dtype.
         """
         call = self._bind_partial(query, key, value, options)
         request = call.request
@@ -121,7 +121,7 @@ class PartialAttention(BaseOperation):
             if given is not None and given is not False:
                 raise ValueError(f"{name} belongs to all keys together; leave it out of a partial softmax")
         if isinstance(key, Source):
-            raise ValueError(f"key is a {type(key).__name__}, but a partial softmax needs arrays: give those it holds")
+            raise ValueError(f"key is a {type(key).__name__}, but a partial softmax needs arrays: give what it holds")
         if self.metadata.layout != "BTHD":
             raise ValueError(f"layout={self.metadata.layout!r}, but a partial softmax needs the layout 'BTHD'")
         self._check_options(

@@ -178,7 +178,7 @@ def _where(distribution: object) -> str:
 
 
 def _misspelt_groups(text: str) -> list[str]:
-    """The headings of entry-point groups that resemble attnops' groups, but are none of them."""
+    """The headings of entry-point groups that resemble attnops' groups, but are not among them."""
     groups = (f"[{GROUP}]", f"[{COMMANDS}]", f"[{SOURCES}]")
     headings = [line.strip() for line in text.splitlines() if CORE in line and "=" not in line]
     # An entry without "=" is another error; "#" begins a comment.

@@ -76,7 +76,7 @@ class RankBetween:
 
     @property
     def place(self) -> float:
-        """Its place in the order, halfway between those of its neighbours."""
+        """Its place in the order, halfway between its neighbours."""
         return self.better.place + 0.5
 
     def __str__(self) -> str:

@@ -57,13 +57,13 @@ class Candidate:
     def ranked(self) -> str:
         """Its rank and the reason for it, such as ``"rank 3 of 10: the vendor's fused kernel"``.
 
-        It is that of the forward for the platform, which may not be the one that runs.
+        This is the rank of the forward for the platform, which may not be the one that runs.
         """
         return "no rank: auto never picks it" if self.rank is None else str(self.rank)
 
 
 def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
-    """The implementation that `auto` runs: the first in `order` among those that serve the request.
+    """The implementation that `auto` runs: of all that serve the request, the first in `order`.
 
     Raises:
         UnsupportedError: nothing can serve the request, with the reasons of all.
@@ -80,7 +80,7 @@ def pick(request: AttentionRequest, metadata: OperationMetadata) -> Candidate:
 
 def order(candidate: Candidate) -> tuple[bool, float, bool, int, str]:
     place = len(Rank) + 1 if candidate.rank is None else candidate.rank.place
-    # The core's class comes before those that inherit its native forward.
+    # The core's class comes before classes that inherit its native forward.
     return not candidate.serves, place, candidate.inherits, -candidate.priority, candidate.name
 
 

@@ -216,7 +216,7 @@ class OperationRegistry:
     def _forget(cls) -> None:
         cls._picked.clear()
         cls._generation += 1
-        from attnops.partition.program import forget_programs  # for attention on meshes, and else never imported
+        from attnops.partition.program import forget_programs  # not at the top: only calls on meshes import it
 
         forget_programs()
 
@@ -267,7 +267,7 @@ def _pick(impl_name: str, platform: str, usable: list[Plugin]) -> type[BaseOpera
     # One plugin per class: a class may be both an entry point and registered by hand.
     classes = {plugin.operation_class: plugin for plugin in usable if plugin.operation_class is not None}
     core = next((cls for cls, plugin in classes.items() if plugin.distribution == CORE), None)
-    # The class that it inherits from: what it does not override is that one's.
+    # The class that each inherits from, which serves the platforms that it does not override.
     bases = {cls: next((base for base in cls.__mro__[1:] if base in classes), None) for cls in classes}
     serving = [cls for cls, base in bases.items() if platform in served_platforms(cls, base)]
     if not serving and core is not None:

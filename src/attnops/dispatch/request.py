@@ -35,7 +35,7 @@ class Request:
     dtypes: tuple[str, ...] = ()
 
     computes: ClassVar[str | None] = None
-    """The contract that it is a call of: `BaseOperation.computes` of the classes that may serve it."""
+    """The call's contract: `BaseOperation.computes` of the classes that may serve it."""
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -56,7 +56,7 @@ class SourceRequest(abc.ABC):
     def reasons(self, operation: OperationImpl, forward: str, request: AttentionRequest) -> list[Reason]:
         """Why a forward of an operation can't serve the request, in place or on arrays. Traces nothing.
 
-        `OperationImpl.own_reasons` has those of the forward's limits and of ``unsupported``.
+        `OperationImpl.own_reasons` gives the reasons of the forward's limits and of ``unsupported``.
         """
 
     @abc.abstractmethod
@@ -80,11 +80,11 @@ class Source(abc.ABC):
         Args:
             operation: the operation; its metadata has the layout of the query and the defaults of options.
             query: the query, in the layout that the caller gives.
-            options: the caller's options; None for those not set.
+            options: the caller's options; None for an option that is not set.
 
         Returns:
-            A call with the arguments (query [B, T, H, D], source), the options that are set, and a request with
-            ``source``; its ``boundary`` is the source's own.
+            A call with the arguments (query [B, T, H, D], source), the options that are set, a request with
+            ``source``, and a ``boundary`` that only the source interprets.
 
         Raises:
             ValueError: arguments that fit no implementation.
@@ -112,11 +112,11 @@ class Source(abc.ABC):
         value: ArrayLike | None,
         options: Mapping[str, Any],
     ) -> tuple[OperationOutput, Self]:
-        """Append tokens, and attend: see `OperationImpl.step`, whose arguments these are."""
+        """Append tokens, and attend; the arguments are documented in `OperationImpl.step`."""
 
 
 def bound(source: Source, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
-    """`Source.bind`, whose result is checked.
+    """The result of `Source.bind`, checked.
 
     Raises:
         TypeError: it is not a call of query and source, described by its request.

@@ -10,7 +10,7 @@ To wrap an existing kernel:
 - `once_differentiable` refuses a second derivative with a message, `not_differentiable` a first;
 - `equally_varying`, `varies` and `output_like` are for `jax.shard_map`, inside which inputs vary over mesh axes.
 
-To write a kernel for the contract: `of_mask` and `of_bias` split masks and biases into values by token and a function
+To write a kernel for the contract: `of_mask` and `of_bias` split masks and biases into values per token and a function
 of scores, `describe` returns what is done to scores, `ragged` and `merged` adapt block maps to tiles, `folds_batch` and
 `one_by_one` are rules of `jax.vmap`.
 `FlashBackend` is the skeleton of flash attention: a kernel that implements it has derivatives of every order and

@@ -10,13 +10,13 @@ from attnops.typing import Array
 
 
 def map_shape(mask: Mask | None, scores: tuple[int, int, int, int]) -> tuple[int, int]:
-    """How many batches and heads the block map of a bound mask has, each 1 or all."""
+    """How many batches and heads the block map of a bound mask has: each 1, or all."""
     B, H, *_ = block_map(mask, scores, scores[2], scores[3]).coverage.shape
     return B, H
 
 
 def ragged(coverage: Array, axis: int, remainder: int) -> Array:
-    """The coverage, with the last tiles along an axis PARTIAL at most if they reach beyond the last token.
+    """The coverage, with FULL replaced by PARTIAL in the last tiles along an axis if they reach beyond the last token.
 
     Args:
         coverage: [B or 1, H or 1, …] of `attnops.masks.Coverage`, a numpy array or traced.

@@ -1,4 +1,4 @@
-"""Functions with a rule for tangents, which survives what `jax.custom_jvp` does not: a second derivative of a loop.
+"""Functions with a rule for tangents that survives a second derivative of a loop, unlike a `jax.custom_jvp`'s.
 
 Where JAX splits the body of a `jax.lax.scan` into what is known and what is linear, it replaces a call of a
 `jax.custom_jvp` by the function itself, which is then differentiated without the rule. A primitive stays.
@@ -19,7 +19,7 @@ from attnops.typing import PyTree
 Values: TypeAlias = list[Any]
 # Some arrays to some arrays.
 Function: TypeAlias = Callable[..., Values]
-# ``rule(outputs, inputs, tangents)`` gives the outputs, which it may name, and their tangents; None for a zero tangent.
+# ``rule(outputs, inputs, tangents)`` gives the outputs, which it may tag, and their tangents; None for a zero tangent.
 Rule: TypeAlias = Callable[[Values, Values, Values], tuple[Values, Values]]
 
 _call: Final = core.Primitive("attention_pass")
@@ -60,9 +60,9 @@ def _abstract(*given: Any, function: Function, rule: Rule, jaxpr: PyTree) -> tup
 def _jvp(inputs: Sequence[Any], tangents: Sequence[Any], **call: Any) -> tuple[Values, Values]:
     outputs = _call.bind(*inputs, **call)
     given = [None if type(t) is ad.Zero else t for t in tangents]
-    outputs, found = call["rule"](outputs, list(inputs), given)
+    outputs, out_tangents = call["rule"](outputs, list(inputs), given)
     zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs)
-    return outputs, [zero if t is None else t for t, zero in zip(found, zeros, strict=True)]
+    return outputs, [zero if t is None else t for t, zero in zip(out_tangents, zeros, strict=True)]
 
 
 def _batch(
@@ -80,7 +80,7 @@ def _batch(
 
 
 def _transpose(cotangents: Sequence[Any], *given: Any, rule: Rule, **_: Any) -> Values:
-    """Of a call that is linear in the operands without a value: its rule is transposed, given no outputs."""
+    """The transpose of a call that is linear in the operands without a value: its rule's, which needs no outputs."""
     linear, none = [i for i, x in enumerate(given) if ad.is_undefined_primal(x)], [None] * len(given)
     avals = [given[i].aval for i in linear]
     inputs = replaced(given, linear, [ad.instantiate_zeros(ad.Zero(aval)) for aval in avals])

@@ -11,8 +11,8 @@ import jax
 T = TypeVar("T", bound=Hashable)
 
 # The values that are set, as (name, value) by name: a part of the keys of JAX's caches of traces. attnops and its
-# plugins make no other context of JAX: a new one changes these keys, and what was traced before is traced again. A
-# plugin that made its own while the first call of `auto` imports it would have that call traced and compiled twice.
+# plugins make no other context of JAX: a new one changes these keys, and what was traced before is traced again. If a
+# plugin made one while the first call of `auto` imports it, that call would be traced and compiled twice.
 _VALUES: Final = jax.make_user_context(default_value=())
 
 

@@ -31,7 +31,7 @@ from attnops.models.remat import LOGSUMEXP_NAME, OUTPUT_NAME, tag
 from attnops.softmax import Contribution
 from attnops.typing import PyTree
 
-# Two arrays, float32 [B, H, T].
+# Two arrays, float32 [B, H, T], from which `Passes.logsumexp` computes the logsumexp.
 Statistics: TypeAlias = tuple[jax.Array, ...]
 # The output, the statistics of its softmax and, if the call asks for them, the largest scores, float32 [B, H, T].
 Result: TypeAlias = tuple[jax.Array, Statistics, *tuple[jax.Array, ...]]
@@ -42,7 +42,7 @@ class ReverseInputs(NamedTuple):
 
     Attributes:
         out: the output [B, T, H, Dv]; None for the gradients of the sum over the keys, at a fixed logsumexp.
-        statistics: of the softmax.
+        statistics: the softmax's, two arrays, float32 [B, H, T].
         d_out: the cotangent of the output, [B, T, H, Dv].
         d_lse: the cotangent of the logsumexp, or of the sum's weight, float32 [B, H, T].
     """
@@ -57,7 +57,7 @@ class Passes(abc.ABC):
     """The passes of one call of attention. Static; all arrays are arguments, in a list.
 
     Attributes:
-        differentiable: this many arrays of the list, the first ones, have derivatives if they are floating-point.
+        differentiable: how many arrays, from the first on, have derivatives if they are floating-point.
     """
 
     differentiable: int
@@ -134,8 +134,8 @@ def gradients(
         dtypes = [x.dtype for x in outputs or jax.eval_shape(flat(passes.gradients), *inputs)]
 
         def tangent(function: Function, *given: jax.Array) -> Values:
-            found = jvp_of(flat(function), given[:n], replaced([None] * n, moving, given[n:]))
-            return [x.astype(dtype) for x, dtype in zip(found, dtypes, strict=True)]
+            out = jvp_of(flat(function), given[:n], replaced([None] * n, moving, given[n:]))
+            return [x.astype(dtype) for x, dtype in zip(out, dtypes, strict=True)]
 
         fast, plain = (functools.partial(tangent, f) for f in (passes.forward_gradients, passes.plain_gradients))
         given = [*inputs, *(tangents[i] for i in moving)]
@@ -196,15 +196,15 @@ def _transpose(
 
     like = known[n : n + 2]
     d = [jnp.zeros_like(x) if type(d) is ad.Zero else d for d, x in zip(cotangents, like, strict=True)]
-    found = _mapped(tuple((*a[: len(known)], 0, 0) for a in axes), one)(*known, *d)
+    pulled = _mapped(tuple((*a[: len(known)], 0, 0) for a in axes), one)(*known, *d)
 
     def cotangent(i: int, x: jax.Array) -> jax.Array | None:
         if not ad.is_undefined_primal(given[i]):
-            return None  # a tangent may be known, where others are not
+            return None  # this tangent is a known value, not an input of the transpose
         shared = [level for level, in_axes in enumerate(axes) if in_axes[i] is None]  # by all elements of a vmap
         return (x.sum(shared) if shared else x).astype(given[i].aval.dtype)
 
-    return [None] * len(known) + [cotangent(len(known) + i, x) for i, x in enumerate(found)]
+    return [None] * len(known) + [cotangent(len(known) + i, x) for i, x in enumerate(pulled)]
 
 
 def _jvp(
@@ -233,7 +233,7 @@ def _batch(
 ) -> tuple[list[jax.Array], list[int]]:
     size = next(x.shape[a] for x, a in zip(given, batched, strict=True) if a is not None)
     moved = [x if a is None else jnp.moveaxis(x, a, 0) for x, a in zip(given, batched, strict=True)]
-    # The results have the shapes of these.
+    # The results have the shapes of the output and of a statistic.
     for i in (n, n + 1):
         moved[i] = moved[i] if batched[i] is not None else jnp.broadcast_to(moved[i], (size, *moved[i].shape))
     in_axes = tuple(None if a is None and i not in (n, n + 1) else 0 for i, a in enumerate(batched))

@@ -40,7 +40,7 @@ AXES: Final = ARGUMENTS[1:]
 
 # On an index alone, these are cheaper to compute on a tile than a per-token value is to load.
 _CHEAP: Final = {"add", "sub", "mul", "neg", "convert_element_type"} | IDENTITIES
-# The same on an index and values per sequence, which are scalars on a tile: no per-token value is loaded.
+# So are these on an index and values per sequence, which are scalars on a tile.
 _OF_ROW: Final = _CHEAP.union(
     ["and", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "ne", "not", "or", "rem", "select_n", "sign"]
 )
@@ -48,7 +48,7 @@ _OF_ROW: Final = _CHEAP.union(
 
 @dataclasses.dataclass(frozen=True)
 class Elementwise:
-    """A function of ``(scores, b, h, q, kv)`` split in two; static, hashable, equal to those that compute the same.
+    """A function of ``(scores, b, h, q, kv)`` split in two; static, hashable, equal to functions that compute the same.
 
     Attributes:
         values: for each value that is computed before the kernel, the axes that it depends on: a subset of `AXES`
@@ -56,8 +56,7 @@ class Elementwise:
         dtypes: the dtypes of the values.
         equations: evaluated on a tile, in order.
         result: the variable or literal of the result.
-        primitives: names of the primitives that are evaluated for each score, and of those that can't be
-            differentiated.
+        primitives: names of the primitives that are evaluated for each score, or that can't be differentiated.
         axes: the subset of `ARGUMENTS` that the result depends on.
     """
 
@@ -134,7 +133,7 @@ class Elementwise:
             kv: indices of keys, integers that broadcast to a tile.
             values: the tile's elements of the results of `compute`, which broadcast to a tile.
             given: the tiles of a mask's arrays of T × S elements, ``dense`` of `attnops.kernels.of_mask`.
-            instead: by the name of a primitive, a function of its inputs that replaces it.
+            instead: functions that replace primitives, by the primitive's name; their arguments are its inputs.
         """
 
         def of_tile(equation: Equation, inputs: list[Leaf]) -> Leaf:
@@ -159,11 +158,11 @@ def primitives_of(function: Bound | Opaque, arguments: Sequence[str]) -> frozens
     """The names of the primitives that a caller's traced function evaluates for each score.
 
     Args:
-        function: that of a mask or a bias, see `attnops.masks.functions.functions`, `attnops.biases.function_of`.
+        function: a mask's or a bias's, from `attnops.masks.functions.functions` or `attnops.biases.function_of`.
         arguments: its first arguments, `AXES` or `ARGUMENTS`.
     """
     if isinstance(function, Opaque) and function.program is None:
-        # It may still work on arrays of all scores; only kernels need it on scalars.
+        # It may still work on arrays of all scores; only kernels call it with scalars.
         return frozenset([f"a function that fails on scalars ({function.error})"])
     assert function.program is not None
     return split_program(function.program, arguments, None).primitives

@@ -200,7 +200,7 @@ class FlashBackend(abc.ABC):
     def run_gradients(
         self, plan: BackendPlan, wants_bias: bool, operands: Operands, given: ReverseInputs
     ) -> tuple[PyTree, ...]:
-        """`backward`; a backend may compile it."""
+        """`attnops.kernels.flash.backward`; a backend may compile it."""
         return backward(self, plan, wants_bias, operands, given)
 
 
@@ -237,7 +237,7 @@ def _sinks_weight(sinks: jax.Array, lse: jax.Array, lse_residual: jax.Array) -> 
 
 
 def _constant(x: Leaf) -> Leaf:
-    # Eagerly, without an operation for each array.
+    # A concrete array is constant: no operation for it.
     return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
 
 
@@ -257,9 +257,9 @@ class FlashPasses(Passes):
         backend: the kernels.
         plan: the plan of the call.
         call: the fitted call; its arrays are arguments instead.
-        plain: what derivatives other than reverse mode are computed by.
+        plain: the backend that computes all derivatives other than reverse mode.
         tree: the structure of the arrays: the call's, the scores' and the schedule's.
-        differentiable: this many arrays, query, key, value, bias and sinks, have derivatives.
+        differentiable: how many arrays (query, key, value, bias and sinks) have derivatives.
     """
 
     backend: FlashBackend
@@ -347,7 +347,7 @@ def attention(backend: FlashBackend, call: FlashCall, plain: PlainBackend) -> tu
 
 
 def partial(backend: FlashBackend, call: FlashCall, plain: PlainBackend) -> PartialSoftmax:
-    """`attention` over some of the keys: nothing is rounded to the query's dtype."""
+    """`attention` over some of the keys, in float32."""
     out, lse, residual, *highest = attention(backend, call.replace(is_partial=True), plain)
     return PartialSoftmax(out, lse, jax.lax.stop_gradient(residual), *highest)
 
@@ -361,11 +361,11 @@ def partial_vjp(
     Args:
         backend: the kernels.
         call: a call over some of the keys, without sinks, which belong to all keys together.
-        plain: what its derivatives are computed by.
+        plain: the backend that computes the derivatives of these gradients.
         wants_bias: whether the gradient of the bias is computed.
-        lse: over all keys, float32 [B, H, T].
-        lse_residual: its rounding error, float32 [B, H, T].
-        d: the cotangents.
+        lse: the logsumexp over all keys, float32 [B, H, T].
+        lse_residual: the rounding error of ``lse``, float32 [B, H, T].
+        d: the cotangents, float32: of ``out`` [B, T, H, Dv] and of ``weight`` [B, H, T].
 
     Returns:
         The gradients of query, key and value, float32; and of the bias, in its structure, None for leaves without one.

@@ -10,7 +10,8 @@ from attnops.typing import Aval, DType
 
 
 def output_like(like: jax.Array, shape: tuple[int, ...], dtype: DType) -> jax.ShapeDtypeStruct:
-    """What ``pallas_call`` and `jax.ffi.ffi_call` ask for an output that varies over the same mesh axes as an input.
+    """The shape and dtype of an output that varies over the same mesh axes as an input, for ``pallas_call`` and
+    `jax.ffi.ffi_call`.
 
     Args:
         like: an input; `equally_varying` makes all inputs vary over the same axes.

@@ -39,7 +39,7 @@ def pad_to_multiple(
 ) -> Padded:
     """Query, key and value with lengths padded to multiples, and segment ids that separate the padding.
 
-    A band of `attnops.masks.Mask.split` holds for the padded arrays too, since it is defined by indices; for a kernel
+    A band of `attnops.masks.Mask.split` holds for the padded arrays too, since it is defined by indices; to a kernel
     that aligns its causal mask at the end, pass the band's numbers instead. `unpad` removes the padding.
 
     Args:
@@ -72,8 +72,8 @@ def unpad(output: OperationOutput, query_length: int, key_length: int | None = N
     """The first ``query_length`` queries of a result, and in its weights the first ``key_length`` keys.
 
     Args:
-        output: attention_outputs [B, T', H, Dv]; attention_weights [B, H, T', S'], and by query
-            [B, H, T'], or None.
+        output: attention_outputs [B, T', H, Dv]; or None: attention_weights [B, H, T', S'], logsumexp and max_logits
+            [B, H, T'].
         query_length: T.
         key_length: S; None for all keys.
     """

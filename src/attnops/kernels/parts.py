@@ -102,7 +102,7 @@ def _kept_mask(
 
 
 def _is_structural(mask: Mask) -> bool:
-    """Whether masks with the structure of this one compute the same: whether it consists of the core's masks alone."""
+    """Whether masks of one pytree structure compute the same function: True if all are the core's classes."""
     is_of_core = type(mask).__module__.startswith("attnops.") and not isinstance(mask, MaskFn)
     return is_of_core and all(_is_structural(x) for x in vars(mask).values() if isinstance(x, Mask))
 

@@ -27,18 +27,16 @@ class Foldable(abc.ABC):
         """
 
     def most(self, batched: PyTree, n: int, B: int) -> int:
-        """How many of ``n`` slices `fold` accepts at a time; at least 1. The arguments are those of `fold`."""
+        """How many of ``n`` slices `fold` accepts at a time; at least 1. It has the arguments of `fold`."""
         return n
 
 
 def folds_batch(kernel: Function) -> Function:
-    """``kernel(plan, *arguments)``, mapped by `jax.vmap` as one call of a larger batch; ``plan``, a dataclass with the
-    batch ``B``, is static.
-
-    If `Foldable.most` allows fewer slices, it becomes a loop of such calls.
+    """``kernel(plan, *arguments)``, which `jax.vmap` maps as one call of a larger batch, or as a loop of such calls if
+    `Foldable.most` allows fewer slices. ``plan``, a dataclass with the batch ``B``, is static.
 
     The arguments are pytrees of `Foldable` objects and of arrays whose first axis is the batch, or 1 if all batches
-    share one element. The results are such pytrees too, whose first axis is always the batch.
+    share one element. The results are pytrees whose first axis is always the batch.
     """
 
     def mapped(called: Function, plan: BackendPlan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
@@ -59,7 +57,7 @@ def folds_batch(kernel: Function) -> Function:
 
 
 def one_by_one(kernel: Function) -> Function:
-    """``kernel(plan, *arguments)``, mapped as a loop, for results that all batches share."""
+    """``kernel(plan, *arguments)``, which `jax.vmap` maps as a loop, for results that all batches share."""
 
     def mapped(called: Function, plan: BackendPlan, n: int, in_batched: PyTree, arguments: PyTree) -> PyTree:
         def one(arguments: PyTree) -> PyTree:

@@ -38,16 +38,16 @@ class Ancestors(Mask):
 
     Attributes:
         parents: the index among the drafted tokens of each one's parent, integers [T], [1, T] or [B, T]: −1 for a root,
-            whose parent is the last committed token; else below the token's own index. Rows with fewer drafts are
-            padded at the end, with −1: no other token sees padding, and the output of its queries is of no use.
+            whose parent is the last committed token; else below the token's own index. Pad rows with fewer drafts at
+            the end with −1: no other token sees padding, and the outputs of padding are meaningless.
         offset: the position of drafted token 0 among the keys, an int or an integer array [B or 1, 1]. None is
             ``S - T``.
 
-    Parents that are traced are not checked: those outside this range are clamped to it.
+    Traced parents are not checked: parents outside this range are clamped to it.
 
     A position here is the order in which tokens were appended, with a number for each drafted token: `Mask.at` reads
     only the first of a row's ``q_positions``, which is the row's offset. Rotary embeddings need another position for a
-    drafted token, that of the last committed token plus its depth in the tree: apply them before the call. Windows and
+    drafted token, the last committed token's plus its depth in the tree: apply them before the call. Windows and
     biases that are combined with this mask use the order too.
 
     It needs O(T²) memory when bound, and O(T + S) in the call.
@@ -71,7 +71,7 @@ class Ancestors(Mask):
         return self.bind_at(B, H, T, S, None, None)
 
     def bind_at(self, B: int, H: int, T: int, S: int, q: Array | None, kv: Array | None) -> Mask:
-        """`bind` with positions, int32 [B or 1, T] and [B or 1, S]; None for those of the indices."""
+        """`bind` with positions, int32 [B or 1, T] and [B or 1, S]; None for the indices."""
         parents = _checked(token_array("Ancestors' parents", self.parents, B, T), T)
         offset = self._number(B, H, T, S) if q is None else q[:, :1]
         first, last = _intervals(parents, T)
@@ -118,12 +118,12 @@ class Ancestors(Mask):
 class _Intervals(Mask):
     """A bound `Ancestors`: query i sees key j where ``low[j] <= order[i] <= high[j]``.
 
-    A walk of the tree that visits parents before their children, and all descendants of a token before anything else,
-    numbers the tokens. Those of a token and its descendants are an interval.
+    A depth-first walk of the tree, parents before their children, numbers the tokens, so that the numbers of a token
+    and its descendants are an interval.
 
     Attributes:
         expression: the mask that was bound.
-        placed: whether it had positions.
+        placed: whether the mask had positions.
         order: the number of each query, int32 [B or 1, T].
         low: the least number that sees a key, int32 [B or 1, S].
         high: the greatest number that sees a key, int32 [B or 1, S].
@@ -166,7 +166,7 @@ class _Intervals(Mask):
         return CoverageBounds((low <= most) & (least <= high), (last_low <= least) & (most <= first_high))
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        # There is a committed token, or each query is a key; and no key comes after the drafted tokens.
+        # Nothing is fully masked if there is a committed token or each query is a key, and no key follows the drafts.
         offset = self.known_offset
         return offset is None or not (offset >= S - T and (offset >= 1 or S >= T))
 
@@ -209,7 +209,7 @@ def _intervals(parents: Array, T: int) -> tuple[Array, Array]:
         seen = seen | ((up >= 0)[..., None] & xp.take_along_axis(seen, above[..., None], axis=1))
         up = xp.where(up >= 0, xp.take_along_axis(up, above, axis=1), -1)
     size = seen.sum(axis=1, dtype=np.int32)
-    # Between a token and its parent come those of the parent's earlier children, and their descendants.
+    # Between a parent and its child come the parent's earlier children, each with its descendants.
     is_earlier = (parents[:, :, None] == parents[:, None, :]) & (index < index[:, None])
     step = xp.where(is_earlier, size[:, None, :], 0).sum(axis=2, dtype=np.int32) + 1
     order = xp.where(seen, step[:, None, :], 0).sum(axis=2, dtype=np.int32) - 1

@@ -57,7 +57,7 @@ class At(Mask):
     def allowed(self, b: Index, h: Index, q: Index, kv: Index) -> BoolArray:
         q = q if self.q_positions is None else take(self.q_positions, b, q)
         kv = kv if self.kv_positions is None else take(self.kv_positions, b, kv)
-        # Differences of positions may overflow int32; those of indices do not.
+        # Differences of positions may overflow int32; differences of indices do not.
         allowed = getattr(self.mask, "allowed_at", self.mask.allowed)
         return allowed(b, h, q, kv)
 

@@ -43,7 +43,7 @@ class Mask(abc.ABC):
     axes: ClassVar[Mapping[str, str] | None] = None
     # The fields of ``axes`` whose numbers `as_data` leaves static.
     fixed: ClassVar[frozenset[str]] = frozenset()
-    # By field that holds a mask, the dimensions that its arrays share with the call; fields that are missing share all.
+    # For each field that holds a mask, the dimensions that its arrays share with the call; all for a missing field.
     inner_axes: ClassVar[Mapping[str, str]] = MappingProxyType({})
     # Whether it only occurs within bound masks, so that `attnops.Limits` can't name it.
     is_internal: ClassVar[bool] = False
@@ -181,8 +181,8 @@ class Mask(abc.ABC):
             ids = None if segments is None else (segments.q_ids, segments.kv_ids)
             bias = None if rest is None else jnp.where(rest.dense(B, H, T, S), 0, -jnp.inf)
 
-        Bands are intersected under ``&``; those under ``|`` and ``~`` are merged where the result is a band again. A
-        band that is traced, or varies by batch or head, is in the rest.
+        Bands are intersected under ``&``, and merged under ``|`` and ``~`` if the result is a band. A band that is
+        traced, or varies by batch or head, is in the rest.
         """
         from attnops.masks.structure import split
 

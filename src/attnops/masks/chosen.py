@@ -35,8 +35,8 @@ class Blocks(Mask):
         q_block: queries per block, an int.
         kv_block: keys per block, an int.
 
-    The choice may be traced: one program serves all choices. Indices that are traced are not checked: those outside
-    [0, nk) choose nothing. Blocks are of indices, not of positions. A bound mask has O(B · H · nq · nk) memory.
+    The choice may be traced: one program serves all choices. Traced indices are not checked: indices outside [0, nk)
+    choose nothing. Blocks are of indices, not of positions. A bound mask has O(B · H · nq · nk) memory.
     """
 
     chosen: Leaf
@@ -103,7 +103,7 @@ def block_sizes(mask: Mask | None) -> tuple[int, int] | None:
 
 
 def _rows(sums: Array, index: Array, axis: int = 2) -> Array:
-    """The sums at indices [B or 1, 1, tiles, 1], or [B or 1, 1, 1, tiles] of axis 3; those outside are clamped."""
+    """The sums at indices [B or 1, 1, tiles, 1], or [B or 1, 1, 1, tiles] of axis 3; indices outside are clamped."""
     xp = numpy_of(sums, index)
     index = xp.clip(index, 0, sums.shape[axis] - 1)
     if index.shape[0] == 1:

@@ -142,8 +142,8 @@ def tight_bounds(mask: Mask, grid: Grid) -> CoverageBounds:
     """`Mask.coverage_bounds` of a bound mask, with its bands (causal, windows) combined exactly.
 
     Three-valued logic alone makes ``Causal() | ~Causal()`` PARTIAL on the diagonal. Here the range of ``q - kv`` is
-    split where a band begins or ends; between two cuts each band is constant, and a tile's bounds are those of its
-    intervals combined, so that the diagonal is FULL.
+    split where a band begins or ends. Between two cuts each band is constant, and a tile combines the bounds of its
+    intervals, so that the diagonal is FULL.
     """
     bands = list(mask.bands())
     if len(bands) < 2:

@@ -42,7 +42,7 @@ class _Function(Mask):
 class MaskFn(_Function):
     """A mask computed by a function. Its tiles are all PARTIAL.
 
-    Combine it with structured masks, as in ``Causal() & MaskFn(fn)``, and the tiles that those leave empty are skipped.
+    Combine it with structured masks, as in ``Causal() & MaskFn(fn)``: tiles that these leave empty are skipped.
 
     The function is traced on scalars at every call, and arrays that it closes over are read then: a later call, or
     another `jax.jit`, sees their values at that time. Functions with equal jaxprs share compiled programs. As an
@@ -83,7 +83,7 @@ class MaskProgram(_Function):
     Attributes:
         name: the function's name.
         program: its arguments are ``b, h, q, kv`` and the data.
-        data: arrays: the function's own arguments, and those that it closes over.
+        data: the function's arguments ``args``, and the arrays that it closes over.
     """
 
     name: str

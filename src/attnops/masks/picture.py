@@ -66,7 +66,7 @@ def small_picture(mask: Mask) -> str:
 
 
 def _lengths(value: Leaf) -> Iterator[int]:
-    """The last dimension of each array of a mask, except those with one value per batch, which fit any length."""
+    """The last dimension of each array of a mask, except arrays with one value per batch, which fit any length."""
     if hasattr(value, "coverage_bounds"):
         for name, field in vars(value).items():
             if (value.axes or {}).get(name) != "b":

@@ -126,11 +126,11 @@ class _Band(_Positional):
     """A mask of ``q - kv`` alone: between two numbers, both included."""
 
     def _limits(self) -> tuple[Index | None, Index | None]:
-        """The lowest and the highest ``q + offset - kv`` that is seen, before the offset; None where there is none."""
+        """The lowest and the highest ``q + offset - kv`` at which a query sees a key; None for no limit."""
         raise NotImplementedError
 
     def _band(self, value: Callable[[Leaf], Leaf]) -> tuple[Index | None, Index | None]:
-        """The lowest and the highest ``q - kv`` that is seen; None where there is none, ±`LARGEST` in an array."""
+        """The lowest and the highest ``q - kv`` at which a query sees a key; no limit is None, ±`LARGEST` in arrays."""
         offset = value(self._bound_offset())
         low, high = (edge_of(None if limit is None else value(limit), offset) for limit in self._limits())
         return low, high
@@ -200,7 +200,7 @@ class Causal(_Band):
         return 0, None
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        # The first query sees key 0, and the last query the last key.
+        # Nothing is fully masked if the first query sees key 0, and the last query the last key.
         return not (isinstance(self.offset, int) and self.offset >= max(S - T, 0))
 
 

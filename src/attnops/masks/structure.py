@@ -27,7 +27,7 @@ _NOTHING: Final[Limits] = (0, -1)
 class MaskStructure:
     """What is known of a mask when tracing. Static and hashable; the field ``mask_structure`` of a request.
 
-    The mask is ``band & segments & rest``, of which any may be absent. The defaults are those of a call without a mask.
+    The mask is ``band & segments & rest``, where any may be absent. The defaults describe a call without a mask.
 
     Attributes:
         band: the (lowest, highest) ``i - j`` at which query i sees key j, both included, None where there is no limit:
@@ -137,7 +137,7 @@ class Band(_Band):
         return None if low is None else min(low, LARGEST - 1), None if high is None else max(high, 1 - LARGEST)
 
     def has_fully_masked_tokens(self, T: int, S: int) -> bool:
-        # Every query has a key within the band, and every key a query.
+        # Nothing is fully masked if every query has a key within the band, and every key a query.
         low = -(S - 1) if self.low is None else self.low
         high = T - 1 if self.high is None else self.high
         return not (low <= high and low <= min(0, T - S) and high >= max(0, T - S))
@@ -181,7 +181,7 @@ def structure(mask: Mask, T: int, S: int) -> MaskStructure:
 
 
 def _conjuncts(mask: Mask) -> Iterator[Mask]:
-    """The masks of which this mask is the conjunction."""
+    """The masks whose conjunction is this mask."""
     match mask:
         case And(left=left, right=right):
             yield from _conjuncts(left)

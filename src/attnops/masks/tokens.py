@@ -28,7 +28,7 @@ class _Tokens(Mask):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Segments(_Tokens):
-    """Tokens see those of their own segment: documents that are packed into one sequence.
+    """Tokens see only tokens of the same segment: documents that are packed into one sequence.
 
     ::
 
@@ -42,7 +42,7 @@ class Segments(_Tokens):
         q_ids: the segment of each query, integers [T], [1, T] or [B, T].
         kv_ids: the segment of each key, integers [S], [1, S] or [B, S]; None for ``q_ids``, where T = S.
 
-    Ids are compared by value, whatever their dtypes. Those that int32 does not hold are renumbered when the mask is
+    Ids are compared by value, whatever their dtypes. Ids that int32 does not hold are renumbered when the mask is
     bound, O(n log n); traced ids of dtypes that can't be compared, such as uint32 with int32, are refused.
     """
 

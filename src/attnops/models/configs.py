@@ -1,4 +1,4 @@
-"""Reading models' configs: objects or mappings, such as those of Hugging Face transformers."""
+"""Reading models' configs: objects or mappings, such as Hugging Face transformers' ``PretrainedConfig``."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Boundary:
         is_ambient: whether it is the current mesh, which `jax.shard_map` finds by itself.
         batch: the mesh axes that shard the batch.
         heads: the mesh axes that shard query heads.
-        kv_heads: the mesh axes that shard key and value heads: those of ``heads``, or None if they do not divide K.
+        kv_heads: the mesh axes that shard key and value heads: ``heads``, or None if they do not divide K.
         lengths: the mesh axes that the rules give queries, and keys, whether they divide the lengths or not.
         results: by field of `OperationOutput`, the spec that the rules give it; empty without explicit axes.
     """
@@ -71,7 +71,7 @@ class Boundary:
         return tuple(get_names_from_partition_spec(self.lengths))
 
     def replicated(self, tree: PyTree) -> PyTree:
-        """A pytree whose arrays every device has, where axes are explicit.
+        """A pytree with its arrays replicated, if axes are explicit.
 
         JAX has no gradient of `jax.sharding.auto_axes` in `jax.shard_map`.
         """
@@ -81,7 +81,7 @@ class Boundary:
         return jax.tree.map(lambda x: resharded(x, spec, self.mesh) if isinstance(x, jax.Array) else x, tree)
 
     def typed(self, output: OperationOutput) -> OperationOutput:
-        """An output resharded to the specs of ``results``, where axes are explicit."""
+        """An output resharded to the specs of ``results``, if axes are explicit."""
         if not self.is_explicit:
             return output
         given = {name: getattr(output, name) for name in self.results}
@@ -100,7 +100,7 @@ def find_boundary(
     outside of `jax.jit`, by its placement.
 
     Args:
-        mesh: the metadata's mesh; None for the current mesh, or else that of the arrays.
+        mesh: the metadata's mesh; None for the current mesh, or else the arrays' mesh.
         rules: the metadata's rules.
         request: the description of the call.
         arrays: the call's arrays, query [B, T, H, D] first.
@@ -157,7 +157,7 @@ def unnamed_axes(
     """The axes of a call's mesh, and their sizes, that shard nothing and that no rule names.
 
     Args:
-        mesh: the metadata's mesh; None for the current mesh, or else that of the arrays.
+        mesh: the metadata's mesh; None for the current mesh, or else the arrays' mesh.
         rules: the metadata's rules.
         mode: the runtime mode.
         boundary: how the call is sharded; None if it is not.
@@ -189,7 +189,7 @@ def result_specs(
     dividing: Callable[[Leaf, int], Entry], axes_of: Callable[[str], list[str]], request: AttentionRequest,
     batch: Entry, heads: Entry,
 ) -> dict[str, PartitionSpec]:  # fmt: skip
-    """The specs of a call's results, equal to those of `attnops.sharding.AttentionShardings`."""
+    """The specs of a call's results, as `attnops.sharding.AttentionShardings` gives them."""
     used = get_names_from_partition_spec((batch, heads))
 
     def entry(axis: str, size: int) -> Entry:

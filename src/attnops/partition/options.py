@@ -1,4 +1,4 @@
-"""Array options of an operation's own under a mesh: sharded as its class declares, or refused."""
+"""Array options that are not in the contract, under a mesh: sharded as the class declares, or refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def specs_of_option(
     """The partition specs of an option that is not in the contract, as a pytree of its structure.
 
     Args:
-        name: the option's.
+        name: the option's name.
         option: a pytree; leaves that are not arrays, or have no dimensions, are replicated.
         axes: the class's `OperationImpl.option_axes`: by option, a letter for each dimension.
         sizes: B, H and K of the call, by letter.
@@ -38,9 +38,9 @@ def specs_of_option(
 
 
 def kv_head_axes(options: Iterable[str], axes: Mapping[str, str]) -> tuple[tuple[str, int], ...]:
-    """The options that are not in the contract and whose arrays have kv heads, by name, with the axis of these."""
-    own = (name for name in options if name not in CONTRACT and "k" in axes.get(name, ""))
-    return tuple((name, axes[name].index("k")) for name in own)
+    """The names of options that are not in the contract and whose arrays have kv heads, with the axis of kv heads."""
+    names = (name for name in options if name not in CONTRACT and "k" in axes.get(name, ""))
+    return tuple((name, axes[name].index("k")) for name in names)
 
 
 def _spec(name: str, x: Leaf, letters: str | None, sizes: Mapping[str, int], spec_of: SpecOf) -> PartitionSpec:

@@ -1,6 +1,6 @@
 """A forward under a mesh: one `jax.shard_map` over batch and heads, in which every device runs its shard of the call.
 
-The compiler can't partition kernels, which are opaque to it. The specs of query and key determine those of masks,
+The compiler can't partition kernels, which are opaque to it. The specs of query and key determine the specs of masks,
 biases, sinks, dropout and outputs. A call that differs from an earlier one only in its arrays reuses that call's
 compiled program, also outside `jax.jit`.
 """
@@ -87,19 +87,19 @@ def run_on_shards(
     out_specs: tuple[PartitionSpec, ...], key: Hashable | None, static: tuple[Hashable, ...], *,
     kv_heads: int, option_axes: Mapping[str, str], check_vma: bool, keys: Entry = None,
 ) -> tuple[Leaf, ...]:  # fmt: skip
-    """What ``compute`` returns on each device of its shard of a call, as whole arrays.
+    """The results of ``compute``, which each device runs on its shard of a call, as whole arrays.
 
     Args:
         boundary: which mesh axes shard the batch and the heads.
         compute: the computation of one device, from its batches and heads, args and options; holds no operand.
-        args: the query [B, T, H, D], and what else is not an option.
+        args: the query [B, T, H, D], and the other arguments that are not options.
         arg_specs: partition specs of ``args``, pytrees of their structure.
         options: the contract's options, bound, and the operation's own.
         out_specs: the specs of the results.
-        key: see `run_sharded`.
+        key: all that ``compute`` depends on besides its arguments and ``static``, as in `run_sharded`.
         static: what ``compute`` depends on besides ``key``, the boundary and its arguments.
         kv_heads: K of the whole call.
-        option_axes: see `run_sharded`.
+        option_axes: the axes of arrays in options that are not in the contract, see `OperationImpl.option_axes`.
         check_vma: whether `jax.shard_map` checks over which axes results vary.
         keys: the mesh axes that shard keys in options' arrays.
     """

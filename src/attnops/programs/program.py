@@ -55,7 +55,7 @@ class Unique:
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One primitive, on scalars, or on arrays of which each score or token has one.
+    """One primitive, on scalars, or on arrays, one for each score or token.
 
     Attributes:
         primitive: JAX's primitive.

@@ -1,4 +1,4 @@
-"""The partition specs of a call of attention, derived from those of query, key and value."""
+"""The partition specs of a call of attention, derived from the specs of query, key and value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnops.typing import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShardings:
-    """Specs of all arguments and results of a call, derived from those of query, key and value.
+    """Specs of all arguments and results of a call, derived from the specs of query, key and value.
 
     Attributes:
         query: [B, T, H, D]; with ``layout="BHTD"`` [B, H, T, D].

@@ -43,7 +43,7 @@ def mesh_of_inputs(arrays: Iterable[Leaf]) -> MeshLike | None:
 
 
 def whole(x: jax.Array) -> jax.Array:
-    """An array, replicated if its type names explicit axes: JAX does not index a shard by another's indices."""
+    """An array, replicated if its type names explicit axes: JAX does not index one sharded array by another."""
     mesh = mesh_of_types([x])
     return x if mesh is None else placed(x, PartitionSpec(), mesh)
 

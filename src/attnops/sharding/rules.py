@@ -133,7 +133,7 @@ class AxisRules:
             axes: the semantic axis of each dimension, a `DynamicShardingAxes`, or a class of them.
             shape: the array's shape.
             mesh: the mesh to correct the spec for.
-            mode: the runtime mode; None: that of ``axes``, or train if ``axes`` is a sequence.
+            mode: the runtime mode; None: the mode of ``axes``, or train if ``axes`` is a sequence.
 
         Raises:
             ValueError: an axis or a mode is unknown, or the mode depends on a dimension and ``shape`` is not given.

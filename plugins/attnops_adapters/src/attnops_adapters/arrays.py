@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def promoted(arrays: tuple[ArrayLike, ...], dtype: DTypeLike | None) -> tuple[jax.Array, ...]:
-    """The arrays in one floating-point dtype: the given one, or the one to which JAX promotes theirs."""
+    """The arrays in one floating-point dtype: the given one, or JAX's promotion of their dtypes."""
     if dtype is None:
         dtype = jnp.result_type(*arrays)
         if not jnp.issubdtype(dtype, jnp.floating):

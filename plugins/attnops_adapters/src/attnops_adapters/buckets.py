@@ -11,7 +11,7 @@ from attnops.masks import And, Causal, KeyPadding, Lengths, Mask
 from attnops.programs.pytree import replaced
 from attnops.typing import Leaf
 
-# The least padded S if T ≠ S, where the keys are those of a growing cache.
+# The least padded S if T ≠ S: the keys are then in a growing cache.
 _CACHE = 64
 
 
@@ -29,7 +29,7 @@ def bucket_lengths(T: int, S: int) -> tuple[int, int]:
 
 
 def pad_mask(mask: Mask, B: int, H: int, T: int, S: int) -> Mask:
-    """A mask of scores [B, H, T, S], padded to `bucket_lengths`, in which no query sees a key of the padding.
+    """A mask of scores [B, H, T, S], padded to `bucket_lengths` so that no query sees a padding key.
 
     Numbers that differ between decoding steps, such as offsets, become arrays: masks of one structure share programs.
     """

@@ -102,10 +102,10 @@ ExpertRowWise: Final = _standard(
     "ExpertRowWise", "Experts' weights [experts, in, out], sharded along in by TP.", EP, TP, FSDP
 )
 ExpertColumnWiseAlt: Final = _standard(
-    "ExpertColumnWiseAlt", "As `ExpertColumnWise`, in sharded by sequence parallelism too.", EP, (FSDP, SP), TP
+    "ExpertColumnWiseAlt", "Like `ExpertColumnWise`, with in sharded by sequence parallelism too.", EP, (FSDP, SP), TP
 )
 ExpertRowWiseAlt: Final = _standard(
-    "ExpertRowWiseAlt", "As `ExpertRowWise`, out sharded by sequence parallelism too.", EP, TP, (FSDP, SP)
+    "ExpertRowWiseAlt", "Like `ExpertRowWise`, with out sharded by sequence parallelism too.", EP, TP, (FSDP, SP)
 )
 UnifiedExpertColumnWise: Final = _standard(
     "UnifiedExpertColumnWise",

@@ -108,13 +108,13 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: ArrayLike, *args: Any, **options: Any) -> Any:
-    """`flash_attn_func` of ``qkv`` [batch, seqlen, 3, heads, head_dim]; its further arguments in the same order."""
+    """`flash_attn_func` of ``qkv`` [batch, seqlen, 3, heads, head_dim]; the other arguments follow in its order."""
     q, k, v = _unpacked("qkv", qkv, 3, 5)
     return flash_attn_func(q, k, v, *args, **options)
 
 
 def flash_attn_kvpacked_func(q: ArrayLike, kv: ArrayLike, *args: Any, **options: Any) -> Any:
-    """`flash_attn_func` of ``kv`` [batch, seqlen_k, 2, kv heads, head_dim]; its further arguments in the same order."""
+    """`flash_attn_func` of ``kv`` [batch, seqlen_k, 2, kv heads, head_dim]; the other arguments follow in its order."""
     k, v = _unpacked("kv", kv, 2, 5)
     return flash_attn_func(q, k, v, *args, **options)
 
@@ -151,13 +151,12 @@ def flash_attn_varlen_func(
         cu_seqlens_k: integers [batch + 1], the cumulative lengths of the keys' sequences.
         max_seqlen_q: the length of the longest sequence of queries, or more.
         max_seqlen_k: the length of the longest sequence of keys, or more.
-        dropout_p: see `flash_attn_func`; so are all arguments that follow, ``seqlen_q`` and ``seqlen_k`` being those
-            of each sequence.
+        dropout_p: the probability that a weight is dropped.
         softmax_scale: None for ``head_dim ** -0.5``.
-        causal: whether no query sees a later key.
-        window_size: (left, right).
-        softcap: the soft cap.
-        alibi_slopes: [heads].
+        causal: whether no query sees a later key, with i and j aligned at the end of each sequence.
+        window_size: (left, right), keys before and after a query, aligned likewise; a negative number is no limit.
+        softcap: the soft cap of the scores; 0 or less for none.
+        alibi_slopes: [heads]; adds ``-slope · |distance|``.
         deterministic: no effect.
         return_attn_probs: whether to return (out, softmax_lse [heads, total_q] float32, None).
         block_table: None; pages are refused.
@@ -190,13 +189,13 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: ArrayLike, cu_seqlens: ArrayLike, max_seqlen: int, *args: Any, **options: Any
 ) -> Any:
-    """`flash_attn_varlen_func` of ``qkv`` [total, 3, heads, head_dim]; its further arguments in the same order."""
+    """`flash_attn_varlen_func` of ``qkv`` [total, 3, heads, head_dim]; the other arguments follow in its order."""
     q, k, v = _unpacked("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
 def flash_attn_varlen_kvpacked_func(q: ArrayLike, kv: ArrayLike, *args: Any, **options: Any) -> Any:
-    """`flash_attn_varlen_func` of ``kv`` [total_k, 2, kv heads, head_dim]; its further arguments in the same order."""
+    """`flash_attn_varlen_func` of ``kv`` [total_k, 2, kv heads, head_dim]; the other arguments follow in its order."""
     k, v = _unpacked("kv", kv, 2, 4)
     return flash_attn_varlen_func(q, k, v, *args, **options)
 

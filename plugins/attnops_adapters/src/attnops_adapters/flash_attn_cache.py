@@ -41,7 +41,7 @@ def flash_attn_with_kvcache(
     operation: str = "auto",
     metadata: OperationMetadata | None = None,
 ) -> Any:
-    """Attention over a cache, to which the tokens ``k`` and ``v`` are added before, if they are given.
+    """Attention over a cache, to which the tokens ``k`` and ``v``, if given, are added first.
 
     JAX's arrays do not change: new caches are returned. Donate the old ones to the `jax.jit` of a decoding step.
 
@@ -60,9 +60,10 @@ def flash_attn_with_kvcache(
         cache_leftpad: the first slot of each row that has a token, integers [batch].
         block_table: the blocks of each row, integers [batch, blocks per row].
         softmax_scale: None for ``head_dim ** -0.5``.
-        causal: see `flash_attn_func`; ``seqlen_k`` is a row's number of tokens with the new ones.
-        window_size: (left, right).
-        softcap: the soft cap.
+        causal: whether query i sees key j only where ``j <= i + seqlen_k - seqlen``, ``seqlen_k`` being the row's
+            number of tokens with the new ones.
+        window_size: (left, right), keys before and after a query; a negative number is no limit.
+        softcap: the soft cap of the scores; 0 or less for none.
         rotary_interleaved: whether features 0 and 1, 2 and 3, … are rotated together; else 0 and rotary_dim / 2, ….
         alibi_slopes: [heads] or [batch, heads].
         num_splits: no effect.
@@ -147,7 +148,7 @@ class _Slots(NamedTuple):
         return cache if self.rows is None else jnp.take(cache, self.rows, axis=0, mode="clip")
 
     def write(self, cache: jax.Array, new: jax.Array, lengths: Any) -> jax.Array:
-        """The cache with new tokens after the lengths; those without a slot are left out."""
+        """The cache with new tokens after the lengths; tokens without a slot are left out."""
         index = jnp.asarray(lengths)[:, None] + jnp.arange(new.shape[1])
         if self.table is None:
             rows = jnp.arange(new.shape[0]) if self.rows is None else jnp.asarray(self.rows)
@@ -196,7 +197,7 @@ def _lengths(lengths: Any, batch: int, capacity: int) -> Any:
 
 
 def _check_most(name: str, values: Any, most: int, why: str) -> None:
-    """Raise a `ValueError` where values that are known are not from 0 to ``most``."""
+    """Raise a `ValueError` if known values are not from 0 to ``most``."""
     if values is None or isinstance(values, jax.core.Tracer) or not np.size(values):
         return
     low, high = int(np.min(values)), int(np.max(values))
@@ -205,7 +206,7 @@ def _check_most(name: str, values: Any, most: int, why: str) -> None:
 
 
 def _check_table(table: Any, lengths: Any, block: int, blocks: int) -> None:
-    """Raise a `ValueError` where a block that holds tokens is known to be none of the cache's."""
+    """Raise a `ValueError` if a block that holds tokens is known to be outside the cache."""
     if table is not None and not any(isinstance(x, jax.core.Tracer) for x in (table, lengths)):
         known = np.asarray(table)
         used = np.arange(known.shape[1]) * block < np.asarray(lengths)[:, None]

@@ -28,7 +28,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def band(causal: object, window_size: object, offset: Any = None) -> Mask | None:
-    """The mask of ``causal`` and ``window_size``, queries aligned at the end or by ``offset``; None if all is seen."""
+    """The mask of ``causal`` and ``window_size``, queries aligned at the end or by ``offset``; None for no mask."""
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or not all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in sides):
         raise ValueError(f"window_size={window_size!r} must be (left, right), ints known when tracing, -1 for no limit")
@@ -47,7 +47,7 @@ def alibi(slopes: ArrayLike | None, heads: int, batch: int | None, offset: Any =
         slopes: the slopes; None for no bias.
         heads: H.
         batch: B; None for documents, which share the slopes.
-        offset: the position of query 0 among the keys, int32 [B]; None for one aligned at the end.
+        offset: the position of query 0 among the keys, int32 [B]; None for alignment at the end.
     """
     if slopes is None:
         return None
@@ -86,10 +86,10 @@ def attend(
     layout: str = "BTHD",
     **options: Any,
 ) -> OperationOutput:
-    """The call of an attnops operation, with its logsumexp.
+    """Call an attnops operation; the output has the logsumexp.
 
     Raises:
-        ValueError: dropout without a key, an argument that is no number where it must be one, or metadata that has what
+        ValueError: dropout without a key, an argument that must be a number and is not, or metadata with a field that
             the function's arguments determine.
     """
     for name, value in (("softcap", softcap), ("dropout_p", dropout_p)):

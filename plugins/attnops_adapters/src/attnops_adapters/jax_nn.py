@@ -15,8 +15,8 @@ Differences:
 | a fully masked row | the mean of the values; residual about −2e38 | 0; residual −inf |
 | head dim of ``value`` | the key's | any |
 | ``query_seq_lengths``, ``key_value_seq_lengths`` | int32 | any integers |
-| ``implementation`` | "xla", "cudnn" | also the name of an operation; None for that of `use`, else ``"auto"`` |
-| ``local_window_size`` with a negative number, as (-1, 2) | a band beside the diagonal | refused |
+| ``implementation`` | "xla", "cudnn" | also the name of an operation; None: the operation of `use`, else ``"auto"`` |
+| ``local_window_size`` with a negative number, as (-1, 2) | a band off the diagonal | refused |
 | a bias of +inf or NaN | NaN in all rows that share its softmax | NaN only in its row |
 | float64, complex numbers, integers; a batch or length of 0; a traced ``scale`` | computed | refused |
 
@@ -80,8 +80,8 @@ def dot_product_attention(
         key_value_seq_lengths: integers [B]; later keys are seen by no query.
         local_window_size: (left, right), or one number for both: query i sees key j where
             ``i - left <= j <= i + right``.
-        implementation: the name of an operation of attnops; None for that of `use`, else ``"auto"``. "xla" and "cudnn"
-            call `jax.nn`.
+        implementation: the name of an operation of attnops; None: the operation of `use`, else ``"auto"``. "xla" and
+            "cudnn" call `jax.nn`.
         return_residual: whether to return also the logsumexp.
 
     Returns:

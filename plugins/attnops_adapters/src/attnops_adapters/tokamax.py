@@ -102,7 +102,7 @@ def _attend(
 
 
 def _mask(mask: Any, batch: tuple[int, ...]) -> Mask | None:
-    """The mask of a tokamax mask, which has an array, ranges of queries by key [*B, H, S] and of keys by query
+    """A tokamax mask, converted: an array, the range of queries of each key [*B, H, S], the range of keys of each query
     [*B, H, T], and causality.
     """
     masks: list[Mask] = []
@@ -114,7 +114,7 @@ def _mask(mask: Any, batch: tuple[int, ...]) -> Mask | None:
         table = None if mask is None else getattr(mask, name)
         if table is None:
             continue
-        # Tables by query become [B, H, T, 1], tables by key [B, H, 1, S].
+        # Ranges by query become [B, H, T, 1], ranges by key [B, H, 1, S].
         table = jnp.expand_dims(table, -2 if name.startswith("q_") else -1)
         table = flattened_scores(name, table, batch)
         if name == "k_end" and table.shape == (math.prod(batch), 1, 1, 1):

@@ -34,7 +34,7 @@ def to_jax(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> jax.Arra
 
 
 def to_torch(array: jax.Array, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """A copy as a tensor of this shape, without the padding at the end of each axis; None: of the array's shape."""
+    """A copy as a tensor of this shape, without the padding at the end of each axis; None for the array's shape."""
     tensor = torch.from_dlpack(array)
     if shape is not None:
         tensor = tensor[tuple(slice(n) for n in shape)]

@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
     Attributes:
         attend: the operation.
-        options: those keywords of ``attend`` that are numbers.
+        options: the keywords of ``attend`` that are numbers.
     """
 
     attend: Attend

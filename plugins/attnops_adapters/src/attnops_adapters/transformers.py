@@ -51,7 +51,7 @@ from attnops_adapters.transformers_masks import ExpressionTensor, create_mask
 
 __all__ = ["Attend", "attend_with", "attention", "register", "uses"]
 
-# Keywords that models pass on, and that do not change what a layer computes from its mask.
+# Keywords that models pass on, and that do not change what a layer computes, given its mask.
 _HARMLESS: Final = frozenset(TransformersKwargs.__annotations__) | {
     "cache_position", "deterministic", "layer_idx", "logits_to_keep", "return_dict", "use_cache",
 }  # fmt: skip
@@ -132,10 +132,10 @@ def attention(
         softcap: the soft cap of the scores.
         s_aux: [H], the sinks.
         position_bias: broadcasts to [B, H, T, S].
-        is_causal: whether the layer is causal, if there is no mask; None for what the layer says.
+        is_causal: whether the layer is causal, if there is no mask; None: the layer's attribute says.
         output_attentions: whether weights are asked for; only False.
         cache: the pages of continuous batching; only None.
-        others: those of `_HARMLESS` do not change the result, such as positions; others must be None.
+        others: keywords of `_HARMLESS`, such as positions, do not change the result; others must be None.
 
     Returns:
         [B, T, H, Dv], and None for the weights.

@@ -102,7 +102,7 @@ def create_mask(
     attention_mask: torch.Tensor | None = None,
     **ignored: Any,
 ) -> ExpressionTensor:
-    """The mask of a model's layers, which they give to `attention`. Never None: each layer would then choose a mask.
+    """The mask that a model's layers give to `attention`. Never None: each layer would then choose a mask.
 
     Args:
         batch_size: B.
@@ -141,7 +141,7 @@ def _union(indices: Indices, mask_functions: tuple[Callable[..., torch.Tensor], 
 
 
 def _prefix_lengths(ids: np.ndarray) -> np.ndarray | None:
-    """The length of each row's only block, [B, 1]; None unless all rows have one at most, at the start."""
+    """The length of each row's block, [B, 1]; None unless each row has at most one block, at its start."""
     lengths = (ids >= 0).sum(1, keepdims=True)
     inside = np.arange(ids.shape[1]) < lengths
     return lengths if np.array_equal(np.where(inside, ids[:, :1], -1), ids) else None
@@ -158,7 +158,7 @@ def _chunks(indices: Indices, chunk_size: int, left_padding: torch.Tensor) -> Ma
 
 
 def _blocks(indices: Indices, block_sequence_ids: torch.Tensor) -> Mask:
-    """Tokens see those of their own block; one with a negative id sees none."""
+    """Tokens see only tokens of the same block; a token with a negative id sees none."""
     q_ids, kv_ids = indices.at_queries(block_sequence_ids), indices.at_keys(block_sequence_ids)
     return Segments(np.where(q_ids < 0, -1, q_ids), np.where(kv_ids < 0, -2, kv_ids))
 

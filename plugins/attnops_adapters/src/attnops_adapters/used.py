@@ -1,4 +1,4 @@
-"""A temporary replacement of a framework's function, safe if several threads replace it and end in any order."""
+"""A temporary replacement of a framework's function, safe if several threads replace and restore it in any order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Used: TypeAlias = tuple[str, OperationMetadata]
 
 
 class Stack:
-    """The operations in use. The last one serves calls; if there are none, the framework's own function does."""
+    """The operations in use. The last one serves calls; without any, the framework's function does."""
 
     def __init__(self, default: Used) -> None:
         self._default = default

@@ -55,7 +55,7 @@ def find_chosen(platform: str) -> str:
 
 
 def find_details(plugin: Plugin, platform: str) -> tuple[str, ...]:
-    """What a loaded class says of how it serves the call of `find_chosen`, such as its tile sizes; else empty."""
+    """How a loaded class serves the call of `find_chosen`, such as its tile sizes; empty if it does not."""
     cls = plugin.operation_class
     if cls is None or not issubclass(cls, OperationImpl):
         return ()

@@ -1,7 +1,7 @@
 """The commands of installed distributions: entry points of the group ``attnops.commands``.
 
-An entry point's name is the command's, and its value a function that typer turns into a command. Only the command that
-runs is imported; ``--help`` imports all.
+An entry point's name is the command's name, and its value a function that typer turns into a command. Only the command
+that runs is imported; ``--help`` imports all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HOMES: Final = {
 }
 
 Command = TypeVar("Command")
-# By command and distribution.
+# The entry points by command, then by distribution.
 Declared = Mapping[str, Mapping[str, "EntryPoint"]]
 
 

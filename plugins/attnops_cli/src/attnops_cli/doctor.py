@@ -20,12 +20,12 @@ from attnops_cli.known_bad import Problem, known_problems
 from attnops_cli.noise import find_devices
 from attnops_cli.output import fail, print_heading, print_json, print_table, print_text
 
-# The distributions whose versions matter; JAX's own plugins are found through their entry points.
+# The distributions whose versions matter; JAX's plugins are looked up by their entry points.
 SHOWN: Final = ("attnops", "jax", "jaxlib", "libtpu", "triton", "numpy")
 
 FOR_SEVERAL_DEVICES: Final = "attnops-ring"
 
-# By platform, whose kernels are examined where they are installed; those for CPUs are not suggested.
+# By platform, the distribution whose kernels are examined if it is installed; kernels for CPUs are not suggested.
 KERNELS: Final = FOR_PLATFORM | {"cpu": "attnops-cpu"}
 
 # By platform: a prefix of the names of JAX's distributions for it, and what installs them.

@@ -131,12 +131,12 @@ def _other_request(
     operation: str, metadata: OperationMetadata, sizes: dict[str, int], dtype: Any, mask: str | None,
     options: str | None, only_attention: dict[str, Any],
 ) -> Request | None:  # fmt: skip
-    """The request of an operation of another contract than attention, which its method ``described`` makes.
+    """The request that the method ``described`` of an operation of another contract than attention makes.
 
-    None for attention, and where the class has no such method.
+    None for attention, and for a class without such a method.
 
     Raises:
-        ValueError: an option is given that only attention has, or ``options`` that attention has not.
+        ValueError: an option is given that only attention has, or ``options`` for attention, which has none.
     """
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore", PluginWarning)

@@ -22,7 +22,7 @@ class Problem:
     install: str
 
 
-# Distributions that are released together: where both are installed, their minor versions must be equal.
+# Distributions that are released together: if both are installed, their minor versions must be equal.
 SAME_MINOR: Final = (
     ("jax", "jaxlib"),
     ("jaxlib", "jax-cuda12-plugin"),
@@ -33,7 +33,7 @@ SAME_MINOR: Final = (
 
 
 def known_problems(versions: Mapping[str, str]) -> list[Problem]:
-    """Known problems of these versions, which are by distribution; "python" counts as one."""
+    """Known problems of these versions, a mapping by distribution, including "python"."""
     problems = []
     for first, second in SAME_MINOR:
         if first in versions and second in versions and _minor(versions[first]) != _minor(versions[second]):

@@ -13,13 +13,13 @@ __all__ = ["find_devices", "quiet"]
 
 
 class Kept:
-    """The handle of a context of `quiet`, by which what was printed in it can be shown."""
+    """The handle of a context of `quiet`; `show` prints what was printed in the context."""
 
     def __init__(self) -> None:
         self.shown = False
 
     def show(self) -> None:
-        """When the context ends, print what was printed in it."""
+        """Print, when the context ends, what was printed in it."""
         self.shown = True
 
 

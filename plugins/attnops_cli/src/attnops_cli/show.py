@@ -14,7 +14,7 @@ from attnops.masks.picture import fitting
 from attnops_cli.masks import parse_mask
 from attnops_cli.output import fail, print_text
 
-# Larger pictures are unreadable in a terminal; in an image a score would be less than a pixel.
+# Larger text is unreadable in a terminal; in a larger image a score would be smaller than a pixel.
 _WIDEST_TEXT: Final = 128
 _LARGEST_IMAGE: Final = 2048
 

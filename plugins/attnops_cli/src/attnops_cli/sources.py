@@ -1,6 +1,6 @@
 """Sources described on the command line: distributions declare them by entry points of the group `GROUP`.
 
-An entry's name is that of the source's class. Its value is a function of (query, key, value_head_dim, options) that
+An entry's name is the name of the source's class. Its value is a function of (query, key, value_head_dim, options) that
 returns the query, a source with the key's batch, length and kv heads, and the options of the call. The function is
 called while tracing, so that no array is allocated; it raises a `ValueError` for an unknown option.
 """

@@ -1,6 +1,6 @@
-"""The compiled library: found beside this file, loaded at the first use, and registered with JAX.
+"""The compiled library, next to this file: loaded and registered with JAX at the first use.
 
-Not when the package is imported: a library that JAX can't use must become a reason, and not a failed import.
+It is not loaded when the package is imported: if JAX can't use it, that must be a reason, not a failed import.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 
 from attnops import Reason
 
-# The handlers, by the names of their symbols, which are also the names of their targets.
+# The names of the handlers' symbols, which are also the names of their targets.
 TARGETS: Final = ("attnops_cpu_twice", "attnops_cpu_forward", "attnops_cpu_backward", "attnops_cpu_decode")
 
 _NAME: Final = "libattnops_cpu.dylib" if sys.platform == "darwin" else "libattnops_cpu.so"

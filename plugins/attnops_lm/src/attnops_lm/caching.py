@@ -80,7 +80,7 @@ class Caching:
         codec: Quantized | None = None,
         max_append: int | None = None,
     ) -> tuple[LayerCache, ...]:
-        """Empty caches, one per layer; that of a linear layer is a `StateCache`.
+        """Empty caches, one per layer; a linear layer has a `StateCache`.
 
         Args:
             batch_size: B, the rows.
@@ -220,17 +220,15 @@ def with_table(caches: tuple[LayerCache, ...], table: jax.Array) -> tuple[LayerC
 
 
 def counted(caches: tuple[LayerCache, ...]) -> Cache:
-    """The first cache of keys and values, whose lengths are those of all."""
-    found = next((cache for cache in caches if isinstance(cache, Cache)), None)
-    if found is None:
-        raise ValueError(
-            "past_key_values has states alone, but needs a cache of keys and values: take model.init_cache"
-        )
-    return found
+    """The first cache of keys and values; all have the same lengths."""
+    first = next((cache for cache in caches if isinstance(cache, Cache)), None)
+    if first is None:
+        raise ValueError("past_key_values has states alone, but needs a cache of keys and values: use model.init_cache")
+    return first
 
 
 def truncated(caches: tuple[LayerCache, ...], lengths: jax.Array) -> tuple[LayerCache, ...]:
-    """Caches of keys and values, and no states, with the first tokens of each row, ``lengths`` [B]."""
+    """Caches of keys and values (no states), truncated to the first ``lengths`` [B] tokens of each row."""
     truncate = operator.methodcaller("truncate", lengths)
     return tuple(map(truncate, caches))
 
@@ -254,7 +252,7 @@ def with_one_length(caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
 
 
 def without_shared_arrays(cache: LayerCache, original: LayerCache) -> LayerCache:
-    """The inverse of `with_one_length` after a call: the cache with those arrays of ``original`` that no call changes.
+    """The inverse of `with_one_length` after a call: the cache with the arrays of ``original`` that no call changes.
 
     Otherwise all layers would return the same array, which could not be donated to the next call.
     """

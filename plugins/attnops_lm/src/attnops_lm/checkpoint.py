@@ -158,9 +158,7 @@ def load(
 
 
 def _hf_config(directory: Path) -> dict[str, Any]:
-    """``config.json``, with the end tokens of ``generation_config.json``, which may have more of them, such as that of
-    a turn.
-    """
+    """``config.json``, with the end tokens of ``generation_config.json``, which may have more, such as a turn's."""
     hf: dict[str, Any] = json.loads((directory / "config.json").read_text())
     generation = directory / "generation_config.json"
     if generation.exists() and (eos := json.loads(generation.read_text()).get("eos_token_id")) is not None:
@@ -174,7 +172,7 @@ def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, Path]) -
     if extra:
         raise ValueError(
             f"{directory} has {extra[0]} ({len(extra)} in all), which a {type(model).__name__} of its config.json, "
-            f"{model.config.family!r}, does not use: config.json must be that of these weights"
+            f"{model.config.family!r}, does not use: config.json must belong to these weights"
         )
 
 
@@ -197,7 +195,7 @@ def save(
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``, which `load` and transformers read, and the tokenizer.
 
-    The tokenizer is that of the directory or file from which the model was loaded. For any other model write it with
+    The tokenizer comes from the directory or file from which the model was loaded. For any other model write it with
     `Tokenizer.save_pretrained`.
 
     Args:

@@ -35,8 +35,8 @@ from attnops_lm.model import Caches, CausalLM
 REFERENCE = Path(__file__).with_name("reference.npz")
 N, PAGE = 48, 16  # tokens of the answer, and slots per page
 REFUSALS = (attnops.UnsupportedError, attnops.PluginError, attnops.AmbiguousOperationError)
-# By codec, how far the mean log likelihood of transformers' answer may differ from that in transformers. In float32 all
-# N tokens must also be the same.
+# By codec, how far the mean log likelihood of transformers' answer may differ from transformers' own value. In float32
+# all N tokens must also be the same.
 TOLERANCE = {"": 1e-4, "int8": 0.02}
 
 
@@ -98,7 +98,7 @@ def answer(
         out = nnx.merge(graphdef, state)(token[None, None], past_key_values=caches)
         return out.past_key_values, jax.nn.log_softmax(out.logits[0, 0])
 
-    # One token at a time, also of the prompt, so that only one program is compiled.
+    # One token at a time, in the prompt too, so that only one program is compiled.
     _, scores = jax.lax.scan(step, caches, jnp.concatenate([prompt, given[:-1]]))
     scores = scores[len(prompt) - 1 :]
     return scores.argmax(-1), jnp.take_along_axis(scores, given[:, None], axis=1)[:, 0]

@@ -59,6 +59,6 @@ def to_dtype(model: Model, dtype: Any, change_runtime_dtype: bool = True) -> Mod
     if change_runtime_dtype:
         result.runtime_dtype = dtype
         for _, module in nnx.iter_modules(result):
-            if isinstance(module, nnx.LoRA):  # whose dtype does not follow that of its parameters
+            if isinstance(module, nnx.LoRA):  # its dtype does not follow its parameters' dtype
                 module.dtype = dtype
     return result

@@ -138,7 +138,7 @@ _MAMBA = {
 
 def _bamba(hf: Mapping[str, Any]) -> dict[str, Any]:
     given = hf.get("time_step_limit") or (0.0, math.inf)
-    # As transformers writes a float that JSON has not: {"__float__": "Infinity"}.
+    # transformers writes a float that JSON lacks as {"__float__": "Infinity"}.
     limit = tuple(float(x["__float__"] if isinstance(x, Mapping) else x) for x in given)
     if limit != (0.0, math.inf):
         raise ValueError(f"time_step_limit={limit} must be (0, inf): steps here have no limits")
@@ -350,7 +350,7 @@ def _rope_parameters(rotary: RotaryConfig) -> dict[str, Any]:
 class Weight:
     """One weight: its path in the model, its name in a checkpoint, and whether its two last axes are swapped there.
 
-    Where files have a matrix for each of some experts, ``parts`` are their names; they are joined along the first axis.
+    If files have a matrix per expert, ``parts`` are the matrices' names; they are joined along the first axis.
     """
 
     path: str
@@ -361,13 +361,13 @@ class Weight:
 
     @property
     def files(self) -> list[str]:
-        """The names in a checkpoint's files, those of one expert after the other."""
+        """The names in a checkpoint's files, one expert after the other."""
         folder = self.name.rpartition(".")[0]
         names = [f"{folder}.{e}.{part}.weight" for e in range(self.experts) for part in self.parts]
         return names or [self.name]
 
     def joined(self, values: list[Any]) -> Any:
-        """The weight, of the values of `files`."""
+        """The weight, from the values of `files`."""
         if not self.parts:
             return values[0]
         count = len(self.parts)

@@ -6,7 +6,7 @@ import attnops
 
 
 def attention_operations() -> list[str]:
-    """The names of the installed operations that compute softmax attention, and of those that can't be loaded."""
+    """The names of the installed operations that compute softmax attention or can't be loaded."""
     return [name for name in attnops.OperationRegistry.list_implementations() if _is_attention(name)]
 
 

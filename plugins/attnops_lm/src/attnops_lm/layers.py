@@ -132,7 +132,7 @@ class MLP(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Each token's output is that of its experts, weighted by the router: [..., M] to [..., M].
+    """A token's output is the sum of its experts' outputs, weighted by the router: [..., M] to [..., M].
 
     Every expert computes every token, which is E / per_token times the necessary work; no tokens are moved.
     """
@@ -161,8 +161,8 @@ class MixtureOfExperts(nnx.Module):
 
 
 class SharedExperts(nnx.Module):
-    """Each token's output is that of its experts, weighted by the router, and that of an expert that all tokens share,
-    weighted by a gate: [..., M] to [..., M]. Every expert computes every token, as in `MixtureOfExperts`.
+    """A token's output is the sum of its experts' outputs, weighted by the router, and the output of an expert that all
+    tokens share, weighted by a gate: [..., M] to [..., M]. Every expert computes every token, as in `MixtureOfExperts`.
     """
 
     def __init__(self, config: Config, experts: Experts, *, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -194,6 +194,6 @@ def _kernels(experts: int, inputs: int, outputs: int, dtype: Any, rngs: nnx.Rngs
 
 
 def _by_expert(share: jax.Array, chosen: jax.Array, count: int) -> jax.Array:
-    """The weight of every expert, float32 [..., E], from those of the chosen ones, [..., n]; 0 for others."""
+    """The weight of every expert, float32 [..., E], from the chosen ones' weights [..., n]; 0 for others."""
     one_hot = jax.nn.one_hot(chosen, count, dtype=jnp.float32)
     return jnp.einsum("...n,...ne->...e", share, one_hot, precision="highest")

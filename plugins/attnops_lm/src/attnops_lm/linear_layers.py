@@ -33,7 +33,7 @@ class LinearLayer(nnx.Module):
         self.set_metadata(metadata)
 
     def set_metadata(self, metadata: OperationMetadata) -> None:
-        """Make the operations with those fields of a model's metadata that they read."""
+        """Make the operations with the fields of a model's metadata that they read."""
 
         def read(*names: str) -> OperationMetadata:
             return OperationMetadata(**{name: getattr(metadata, name) for name in (*_SHARED, *names)})
@@ -47,10 +47,10 @@ class LinearLayer(nnx.Module):
         """The convolution of [B, T, C] and its activation, and the cache with the tokens."""
         bias = None if self.conv_bias is None else self.conv_bias[...]
         if cache is None:
-            found = self.convolution(x, self.conv[...][:, 0], bias=bias, mask=given["mask"])
+            output = self.convolution(x, self.conv[...][:, 0], bias=bias, mask=given["mask"])
         else:
-            found, cache = self.convolution.step(x, self.conv[...][:, 0], cache, bias=bias, **given)
-        return jax.nn.silu(found.outputs), cache
+            output, cache = self.convolution.step(x, self.conv[...][:, 0], cache, bias=bias, **given)
+        return jax.nn.silu(output.outputs), cache
 
     def recurred(
         self,
@@ -136,6 +136,6 @@ class Mamba2(LinearLayer):
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Vectors of length 1, but for those near 0."""
+    """Vectors scaled to length 1, except vectors near 0."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.square(wide).sum(axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)

@@ -47,7 +47,7 @@ class RequestOutcome:
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """All answers, and the seconds that they took together."""
+    """All answers, and the seconds that all of them took."""
 
     answers: tuple[RequestOutcome, ...]
     seconds: float
@@ -170,7 +170,7 @@ async def _requests(url: str, requests: int, concurrency: int, max_tokens: int, 
         print(f"{concurrency} at a time: ", end="")
         report.print()
         same, ended = report.agreement({x.prompt: x.text for x in alone.answers})
-        print(f"{same} of {ended} answers equal that of their prompt alone")
+        print(f"{same} of {ended} answers equal the answer to their prompt alone")
 
 
 def _prefix(requests: int, length: int, operation: str) -> None:

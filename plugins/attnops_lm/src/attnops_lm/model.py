@@ -86,7 +86,7 @@ class Decoder(nnx.Module):
         rows: Rows | None = None,
         mask: Mask | None = None,
     ) -> tuple[jax.Array, Caches | None]:
-        """Hidden states [B, T, M] and the caches; the arguments are those of `CausalLM.__call__`."""
+        """Hidden states [B, T, M] and the caches, for the arguments of `CausalLM.__call__`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give one of input_ids and inputs_embeds, not both or neither")
         if past_key_values is not None and (attention_mask is not None or segment_ids is not None):
@@ -144,7 +144,7 @@ def _checked(*given: Any) -> tuple[jax.Array | None, ...]:
     tokens = given_tokens.shape[:2]
     for name, x in (("attention_mask", mask), ("segment_ids", segments)):
         if x is not None and x.shape != tokens:
-            raise ValueError(f"{name} has shape {x.shape}, but must have that of the tokens, {tokens}")
+            raise ValueError(f"{name} has shape {x.shape}, but must have the shape of the tokens, {tokens}")
     return arrays
 
 
@@ -260,7 +260,7 @@ class SequenceClassifier(Decoder, Pretrained, ClassifierProtocol):
     def __call__(
         self, input_ids: jax.Array | None = None, *, attention_mask: jax.Array | None = None, **options: Any
     ) -> SequenceClassifierOutput:
-        """The logits of the classes, float32 [B, C]; the arguments are those of `CausalLM.__call__` without caches.
+        """The logits of the classes, float32 [B, C], for the arguments of `CausalLM.__call__` without caches.
 
         Raises:
             ValueError: past_key_values are given.

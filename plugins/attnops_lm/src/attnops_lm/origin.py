@@ -6,7 +6,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-# The tokenizer's files in a folder: those that `Tokenizer` reads, and those that other libraries read.
+# The tokenizer's files in a folder: three that `Tokenizer` reads, and others that other libraries read.
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 FILES = (
     TOKENIZER, CONFIG, TEMPLATE, "special_tokens_map.json", "added_tokens.json",

@@ -77,7 +77,7 @@ class Parameters:
             params_dict: nested dicts, such as a part of `split_params_dict`, or arrays by path.
 
         Raises:
-            ValueError: as `merge_params`.
+            ValueError: the model has no parameter at a path, or one of another shape.
         """
         return merged(self, params_dict)
 
@@ -225,12 +225,12 @@ class CausalLMProtocol(Protocol):
             input_ids: integers [B, T].
             labels: integers [B, T], the tokens themselves (not shifted), −100 for tokens that are not to be predicted;
                 None: ``input_ids``.
-            inputs_embeds: in place of input_ids.
+            inputs_embeds: [B, T, M], in place of input_ids.
             attention_mask: [B, T], 0 for padding: it neither predicts nor is predicted.
             mask_info: an `attnops.masks.Mask` that hides more keys.
             position_ids: integers [B, T]; None: counted from each sequence's first token.
             segment_ids: integers [B, T], the document of each token; the last token of a document predicts nothing.
-            past_key_values: one cache per layer, to which the T tokens are appended; the loss is that of the T tokens.
+            past_key_values: one cache per layer, to which the T tokens are appended; the loss is over the T tokens.
             cache_metadata: must be None: caches know their sizes.
             output_attentions: must not be True: attention weights are not computed.
             output_hidden_states: must not be True: the output has the hidden states of the last layer only.
@@ -292,7 +292,7 @@ class ClassifierProtocol(Protocol):
         Args:
             input_ids: integers [B, T].
             labels: integers [B], the classes; −100 for rows that are ignored.
-            inputs_embeds: in place of input_ids.
+            inputs_embeds: [B, T, M], in place of input_ids.
             attention_mask: [B, T], 0 for padding.
             mask_info: an `attnops.masks.Mask` that hides more keys.
             position_ids: integers [B, T]; None: counted from each sequence's first token.

@@ -91,7 +91,7 @@ def quantize(
         model: the model, which is not changed.
         quantization_config: what is quantised; None: weights only, to 8 bits.
         quantize_tensors: True: weights are stored as integers, to run. False: they stay as they are, and each call
-            quantises weights and inputs, with gradients as if it did not, to train for quantisation.
+            quantises weights and inputs, with gradients as if it did not, for quantisation-aware training.
         verbose: whether the memory before and after is logged; None: not.
 
     Raises:

@@ -1,8 +1,8 @@
 """Rotary position embeddings: pairs of features rotated by an angle proportional to the position.
 
 RoPE (Su et al. 2021, arXiv:2104.09864) rotates pair i of a head's first R features by ``position * base ** (-2i / R)``,
-so that q·k depends only on the distance of the two tokens. A `RotaryScaling` changes the frequencies for lengths
-beyond those trained on. The values equal those of Hugging Face transformers' ``modeling_rope_utils``.
+so that q·k depends only on the distance of the two tokens. A `RotaryScaling` changes the frequencies for lengths beyond
+the trained ones. The values equal Hugging Face transformers' ``modeling_rope_utils``.
 
     sin, cos = rotary_tables(config, positions)  # once per step, for all layers
     query = apply_rotary(query, sin, cos, interleaved=config.interleaved)
@@ -86,7 +86,7 @@ class YarnScaling(RotaryScaling):
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32.0  # rotations within the original length: pairs with more are kept
-    beta_slow: float = 1.0  # pairs with fewer are divided
+    beta_slow: float = 1.0  # pairs with fewer rotations are divided
     attention_factor: float | None = None  # None: from factor and the two mscales
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -121,7 +121,7 @@ class Llama3Scaling(RotaryScaling):
     factor: float
     original_max_position_embeddings: int
     low_freq_factor: float = 1.0  # rotations within the original length: pairs with fewer are divided
-    high_freq_factor: float = 4.0  # pairs with more are kept
+    high_freq_factor: float = 4.0  # pairs with more rotations are kept
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +135,7 @@ class Llama3Scaling(RotaryScaling):
         return np.asarray(plain * (kept + (1 - kept) / self.factor))
 
 
-# Keys that a dict of any rope type may have in addition to those of its scaling; other code reads them.
+# Keys that a dict of any rope type may have besides its scaling's keys; other code reads them.
 _NO_SCALING = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "max_position_embeddings"}
 SCALINGS: Mapping[str, type[RotaryScaling]] = {
     "default": RotaryScaling,

@@ -61,7 +61,7 @@ def shard(model: Model, partition_rules: PartitionRules | None = None, mesh: Mes
     Args:
         model: the model, which is not changed.
         partition_rules: the rules; None: `DEFAULT_RULES`, for the mesh axes fsdp, tp and ep; dp replicates.
-        mesh: the mesh; None: that of the model's metadata, or of `jax.set_mesh`.
+        mesh: the mesh; None: the mesh of the model's metadata, or of `jax.set_mesh`.
 
     Raises:
         ValueError: there is no mesh, or a parameter that no rule matches.
@@ -85,7 +85,7 @@ def gather(model: Model, partition_rules: PartitionRules | None = None, mesh: Me
     Args:
         model: the model, which is not changed.
         partition_rules: only parameters that one of these matches are gathered; None: all.
-        mesh: the mesh; None: that of the model's metadata, or of `jax.set_mesh`.
+        mesh: the mesh; None: the mesh of the model's metadata, or of `jax.set_mesh`.
 
     Memory: all parameters on every device.
 

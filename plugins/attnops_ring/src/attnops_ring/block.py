@@ -1,4 +1,4 @@
-"""Attention of one device's queries over the keys that it has at this hop, by the operation for its platform."""
+"""Attention of one device's queries over the keys that it holds at one hop, by the operation for its platform."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Chunks(NamedTuple):
     """The operands of one block, by chunk.
 
     Attributes:
-        queries: each [B, t, H, D].
-        keys: each [B, s, K, D].
-        values: each [B, s, K, Dv].
+        queries: a list of chunks, each [B, t, H, D].
+        keys: a list of chunks, each [B, s, K, D].
+        values: a list of chunks, each [B, s, K, Dv].
     """
 
     queries: Sequence[jax.Array]
@@ -54,7 +54,7 @@ class Inner:
     """How the devices compute. Static and hashable.
 
     Attributes:
-        metadata: the operation's, without a mesh.
+        metadata: the operation's metadata, without a mesh.
         scale: the softmax scale, or None.
         cap: the soft cap, or None.
         T: queries of the call, without padding.
@@ -136,7 +136,7 @@ def block(
         seen: partial softmaxes over keys seen before, by chunk of queries; None for none.
 
     Returns:
-        The partial softmaxes over these keys and those seen before, by chunk of queries.
+        The partial softmaxes over these keys and the keys seen before, by chunk of queries.
     """
     rows = []
     for i, query in enumerate(chunks.queries):
@@ -165,7 +165,7 @@ def block(
 
 
 def concatenate(rows: Sequence[PartialSoftmax]) -> PartialSoftmax:
-    """The `PartialSoftmax` of all of a device's queries, from those of its chunks."""
+    """The `PartialSoftmax` of all of a device's queries, from the ones of its chunks."""
     if len(rows) == 1:
         return rows[0]
     out = jnp.concatenate([row.out for row in rows], axis=1)

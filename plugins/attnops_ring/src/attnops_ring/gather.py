@@ -1,4 +1,4 @@
-"""Exchanges between devices that JAX differentiates: of all keys, or of heads for tokens."""
+"""Exchanges between devices that JAX differentiates: gathering all keys, or exchanging heads for tokens."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def spread_kv_heads(x: jax.Array, heads: int, devices: int) -> jax.Array:
 
 
 def to_sequence_order(x: jax.Array, inner: Inner) -> jax.Array:
-    """[B, length, …] from the devices' order to that of the sequence."""
+    """[B, length, …] from the devices' order to the sequence's order."""
     if inner.order == "contiguous":
         return x
     return jnp.take(x, np.argsort(positions(x.shape[1], inner.devices, inner.order)), axis=1)

@@ -124,9 +124,7 @@ class RingAttention(OperationImpl):
         parts: tuple[int, int] | None = None,
         **options: Any,
     ) -> Call:
-        """As `attnops.OperationImpl.bind`; inside a `jax.shard_map` that shards the sequence, binds the whole
-        sequence.
-        """
+        """See `attnops.OperationImpl.bind`; inside a `jax.shard_map` that shards the sequence, binds the whole one."""
         arrays: dict[str, Any] = {"query": query, "key": key, "value": value}
         are_arrays = all(getattr(x, "ndim", 0) == 4 for x in arrays.values())  # False for caches, None and lists
         sharding = (
@@ -149,9 +147,7 @@ class RingAttention(OperationImpl):
         return call._replace(request=call.request.replace(sequence_axes=sharding.axes))
 
     def _mode(self, mode: str | None) -> str:
-        """The mode whose rules apply. Without a stated one it is train, even with one query per device, since all
-        devices together have several.
-        """
+        """The mode whose rules apply; by default train, even if each device has one query: all have several."""
         stated = self.metadata.mode if mode is None else mode
         return MODE_TRAIN if stated is None else canonicalize_mode(stated)
 
@@ -170,13 +166,13 @@ class RingAttention(OperationImpl):
         return self.metadata.mesh if ambient.empty else ambient
 
     def _axes(self) -> tuple[str, ...]:
-        """The mesh axes that the rules name for keys, including those of size 1."""
+        """The mesh axes that the rules name for keys, including axes of size 1."""
         mesh = self._mesh()
         names = get_names_from_partition_spec(self.metadata.axis_rules.spec([KV_LENGTH]))
         return tuple(name for name in names if mesh is not None and name in mesh.shape)
 
     def invoke(self, forward: str, function: Function, call: Call, options: Options) -> Any:
-        """As `attnops.OperationImpl.invoke`, with the sequence sharded too."""
+        """See `attnops.OperationImpl.invoke`; the sequence is sharded too."""
         assert isinstance(call.request, AttentionRequest)
         boundary = call.boundary
         sharding = find_manual_sharding(self.metadata, call.request.mode) if boundary is None else None
@@ -290,9 +286,7 @@ def _run(
 
 
 def _draws_with_steps(inner: Inner, platform: str) -> bool:
-    """Whether the operation on the devices honours `attnops.dropout.dropout_step`, as all that use the flash skeleton
-    do.
-    """
+    """Whether the devices' operation honours `attnops.dropout.dropout_step`: True for all on the flash skeleton."""
     serving: Any = inner.operation
     return isinstance(serving, FlashAttention) and serving.backend(forward_for(type(serving), platform)) is not None
 
@@ -325,7 +319,7 @@ def _local(
     mask: Mask | None = None, bias: PyTree = None, sinks: jax.Array | None = None, dropout_key: jax.Array | None = None,
     return_lse: bool = False, return_max_logits: bool = False,
 ) -> OperationOutput:  # fmt: skip
-    """One device's attention, inside `jax.shard_map`. The keyword arguments are those of the call."""
+    """One device's attention, inside `jax.shard_map`, with the keyword arguments of the call."""
     operands = (query, key, value, Extras(mask, bias, dropout_key))
     if strategy == "reduce":
         partial = reduced(inner, axis, *operands)
@@ -347,9 +341,7 @@ def _by_heads(
     inner: Inner, axis: tuple[str, ...], hops: int, strategy: str, query: jax.Array, key: jax.Array, value: jax.Array,
     extras: Extras,
 ) -> PartialSoftmax:  # fmt: skip
-    """Exchange tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), then attend on one device, or in a ring on axis
-    0.
-    """
+    """Exchange tokens for heads (Jacobs et al. 2023, arXiv:2309.14509), then attend alone, or in a ring on axis 0."""
     around, across = (axis[:1], axis[1:]) if strategy == "usp" else ((), axis)
     n = lax.axis_size(across)
     B, _, H, _ = query.shape

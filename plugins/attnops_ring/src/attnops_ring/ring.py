@@ -59,7 +59,7 @@ class RingPasses(Passes):
         axis: the mesh axes that shard the sequence.
         hops: the number of devices whose keys a device needs.
         tree: the structure of the arrays: query, key, value and bias; mask and dropout key.
-        differentiable: how many arrays query, key, value and bias have.
+        differentiable: the number of arrays in query, key, value and bias.
     """
 
     inner: Inner
@@ -140,5 +140,5 @@ class RingPasses(Passes):
         # Gradients go from the last device back to the one that has their keys.
         dk, dv = rotate((dk, dv), self.axis, -(self.hops - 1), n)
         of_bias: PyTree = jax.tree.structure(extras.bias)
-        found = [jnp.concatenate(dq, axis=1), dk, dv, *(of_bias.flatten_up_to(d_bias) if wants_bias else ())]
-        return [found[i] for i in wanted]
+        results = [jnp.concatenate(dq, axis=1), dk, dv, *(of_bias.flatten_up_to(d_bias) if wants_bias else ())]
+        return [results[i] for i in wanted]

@@ -130,8 +130,7 @@ def check_varying(sharding: ManualSharding, arrays: Mapping[str, Leaf]) -> None:
 
 
 def check_free(sharding: ManualSharding, request: AttentionRequest, operation: OperationImpl) -> None:
-    """Raise an `UnsupportedError` if a kernel would have to be sharded over axes that the `jax.shard_map` leaves to
-    JAX.
+    """Raise an `UnsupportedError` if JAX would have to shard a kernel over axes that are not manual.
 
     Args:
         sharding: how the sequence is sharded.
@@ -186,7 +185,7 @@ class WholeArrays:
 
     Args:
         sharding: how the sequence is sharded.
-        lengths: the lengths of this device's queries and keys.
+        lengths: the numbers of this device's queries and keys.
         order: the layout of the tokens in the shards.
         devices: the number of devices that ``order`` refers to.
     """

@@ -117,7 +117,7 @@ def _slice(mask: Mask, q: Chunk, kv: Chunk, may_shift: bool) -> Mask:
 
 
 def _slice_blocks(mask: Blocks, q: Chunk, kv: Chunk) -> Blocks:
-    """Chosen blocks, in blocks that divide both those of the mask and the chunks; of one token where it is strided."""
+    """Chosen blocks, in a block size that divides the mask's block size and the chunk; one token in striped order."""
     chosen, sizes = jnp.asarray(mask.chosen), []
     for axis, block, chunk in ((2, mask.q_block, q), (3, mask.kv_block, kv)):
         size = math.gcd(block, chunk.size) if chunk.stride == 1 else 1
@@ -182,7 +182,7 @@ class IndexedBias(Bias):
 
 
 def slice_bias(bias: PyTree, q: Chunk, kv: Chunk) -> PyTree:
-    """A bound bias, or an array [B or 1, H or 1, T or 1, S or 1], sliced for a chunk of queries and one of keys."""
+    """A bound bias, or an array [B or 1, H or 1, T or 1, S or 1], sliced for a chunk of queries and a chunk of keys."""
     if bias is None:
         return None
     if isinstance(bias, Bias):
@@ -200,9 +200,7 @@ def slice_dropout_key(key: ShiftedKey | None, q: Chunk, kv: Chunk) -> ShiftedKey
 
 
 def sees_any(mask: Mask | None, t: int, s: int) -> BoolArray:
-    """Whether some of ``t`` queries may see some of ``s`` keys: a boolean array [], or True. False is certain, True is
-    not.
-    """
+    """Whether some of ``t`` queries may see some of ``s`` keys: a boolean array [], or True. Only False is certain."""
     if mask is None:
         return True
     return jnp.asarray(mask.coverage_bounds(Grid.make([0], t, t, [0], s, s)).some).any()

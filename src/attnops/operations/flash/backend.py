@@ -107,7 +107,7 @@ class NativeFlash(FlashBackend):
         return arrays.bias
 
     def row_sums(self, x: jax.Array) -> jax.Array:
-        # A product with ones: XLA's CPU backend is forty times slower at sums over many short rows.
+        # A product with ones: sums over many short rows are forty times slower in XLA's CPU backend.
         ones = jnp.ones((x.shape[3],), jnp.float32)
         return jnp.matmul(x, ones, precision=lax.Precision.HIGHEST).swapaxes(1, 2)
 

@@ -63,7 +63,7 @@ class NativeInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in their arrays' dtypes, or float32 for a partial softmax; empty for a bias that has none."""
+    """Gradients in their arrays' dtypes, or float32 for a partial softmax; empty for a bias without gradients."""
 
     query: jax.Array
     key: jax.Array
@@ -109,7 +109,7 @@ class _Sweep:
         return _Keys(k, k.swapaxes(1, 2), v)
 
     def add_tile(self, keys: _Keys, index: NativeTileIndex, state: Gradients, masked: bool) -> Gradients:
-        """``state`` plus the gradients of a tile of scores; its key and value gradients are of one tile of keys."""
+        """``state`` plus the gradients of a tile of scores; ``state`` has the key and value gradients of one tile."""
         plan, scoring, group, q_tile = self.plan, self.plan.scoring, index.group, index.q_tile
         # The scale is multiplied in as in the forward pass, so that the scores are the same to the last bit.
         q = load(plan, self.inputs.q, group, q_tile, plan.bq, self.dtypes.q)
@@ -164,7 +164,7 @@ def backward(
     numbers = numbers_of(plan.scoring, arrays)
     sweep = _Sweep(plan, wants_bias, _pack(plan, inputs), NativeInputs(*(x.dtype for x in inputs)), arrays, numbers)
     add_tile = sweep.add_tile if tangents is None else _add_tangents(sweep, inputs, tangents)
-    # The gradients of a partial softmax are added to others, and so are not rounded.
+    # The gradients of a partial softmax are added to others: they are not rounded.
     dtypes = [jnp.dtype(jnp.float32) if plan.is_partial else x.dtype for x in inputs[:3]]
 
     def row(i: Index, state: Gradients) -> Gradients:
@@ -187,7 +187,7 @@ def backward(
 
     leaves = inexact_leaves(arrays.bias) if wants_bias else ()
     start = Gradients(
-        # float32 and in the layout of products, since many tiles add to it; those of keys and values are stored once.
+        # Many tiles add to a query's gradient: float32, laid out as products. Key and value gradients are stored once.
         zeros(inputs.q, (plan.groups, plan.nq, plan.problems_per_tile, plan.D, plan.R)),
         empty(sweep.inputs.k, plan.K, plan.D, dtypes[1]),
         empty(sweep.inputs.v, plan.K, plan.Dv, dtypes[2]),

@@ -24,7 +24,7 @@ from attnops.typing import Leaf
 
 
 class PlainFlash(NativeFlash, PlainBackend):
-    """Native `flash` for derivatives other than those of reverse mode; its gradients have tangents."""
+    """Native `flash` for all derivatives other than reverse mode; its gradients have tangents."""
 
     def contribution(self, call: FlashCall, lse: jax.Array, lse_residual: jax.Array) -> Contribution:
         """See `PlainBackend.contribution`; query, key, value, the bias's arrays and ``lse`` are differentiable."""

@@ -48,7 +48,7 @@ class KeyValue(NamedTuple):
     value_scale: jax.Array | None = None
 
 
-# The tile of keys and values, from the index of a group of problems and that of the tile.
+# From the index of a group of problems and the index of a tile to the tile of keys and values.
 LoadKeyValue: TypeAlias = Callable[[Index, Index], KeyValue]
 
 
@@ -144,18 +144,18 @@ def forward(
         start = _Softmax(zeros(query, (plan.problems_per_tile, plan.R, plan.Dv)), none - jnp.inf, none)
         acc, m, l = for_active_tiles(schedule, plan.map_index(group), q_tile, step, start)
         m = score_unit * m
-        out, *found = finish(m, l, acc, None if sinks is None else sinks[group])
+        out, *statistics = finish(m, l, acc, None if sinks is None else sinks[group])
         if plan.max_logits:
-            found.append(largest(m, l))
+            statistics.append(largest(m, l))
         return (
             store(plan, state[0], group, q_tile, plan.bq, out, out_dtype),
-            *(store_rows(plan, x, group, q_tile, new) for x, new in zip(state[1:], found, strict=True)),
+            *(store_rows(plan, x, group, q_tile, new) for x, new in zip(state[1:], statistics, strict=True)),
         )
 
     rows = zeros(query, (plan.B * plan.K, plan.nq, plan.R))
     state = empty(q, plan.H, plan.Dv, out_dtype), *[rows] * (2 + plan.max_logits)
-    out, *found = lax.fori_loop(0, plan.groups * plan.nq, row, state)
-    return unpack(out, plan.T, out_dtype), *(unpack_rows(plan, x) for x in found)
+    out, *statistics = lax.fori_loop(0, plan.groups * plan.nq, row, state)
+    return unpack(out, plan.T, out_dtype), *(unpack_rows(plan, x) for x in statistics)
 
 
 def _finite(m: jax.Array) -> jax.Array:

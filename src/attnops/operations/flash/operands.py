@@ -22,7 +22,7 @@ from attnops.typing import DType
 
 
 class NativeArrays(NamedTuple):
-    """The inputs of a call other than query, key and value; None for those that the call does not have.
+    """The inputs of a call other than query, key and value; None for an input that the call does not have.
 
     Attributes:
         mask: the bound mask.

@@ -33,7 +33,7 @@ class FlashAttention(OperationImpl):
 
     The native forward runs on every platform of XLA and is laid out for CPUs. EMPTY tiles are computed neither forward
     nor backward, and FULL ones are not masked, whether the mask is known when tracing or traced. kv heads are not
-    repeated. Tile sizes are the metadata's ``block_q`` and ``block_k``, else those of
+    repeated. Tile sizes are the metadata's ``block_q`` and ``block_k``, else from
     `attnops.operations.flash.tile_sizes`.
 
     Plugins subclass it for their platform, so that requests that they can't serve run here. With ``return_weights`` it

@@ -129,7 +129,7 @@ class NativePlan:
         return jnp.minimum(first, self.S - self.bk) if self.overlaps and self.S % self.bk else first
 
     def map_index(self, group: Index) -> Index:
-        """The index of a group's block map among those of [batch, kv heads]."""
+        """The index of a group's block map in the maps [batch, kv heads]."""
         first = group * self.problems_per_tile
         b, k = quotient_and_remainder(first, self.K)
         return (b if self.map_shape[0] != 1 else 0) * self.map_shape[1] + (k if self.map_shape[1] > 1 else 0)

@@ -62,7 +62,7 @@ def allowed(plan: NativePlan, mask: Mask | None, index: NativeTileIndex, ragged_
     """
     visible: BoolArray | None = None
     if mask is not None:
-        # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
+        # Beyond the ragged end indices are clamped to the last query and key, so that none is out of range.
         visible = mask.allowed(index.b, index.h, jnp.minimum(index.q, plan.T - 1), jnp.minimum(index.kv, plan.S - 1))
     for is_ragged, inside in (
         (plan.S % plan.bk, lambda: index.kv >= index.kv_tile * plan.bk if plan.overlaps else index.kv < plan.S),

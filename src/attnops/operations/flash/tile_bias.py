@@ -39,7 +39,7 @@ class TileBias(abc.ABC):
 
     @abc.abstractmethod
     def add_gradients(self, plan: NativePlan, gradients: Leaves, slices: Leaves, index: NativeTileIndex) -> Leaves:
-        """``gradients`` of the leaves, plus those of a tile's slices."""
+        """``gradients`` of the leaves, plus the gradients of a tile's slices."""
 
 
 class _SlicedBias(TileBias):
@@ -92,7 +92,7 @@ class ArrayTiles(_SlicedBias):
 
 @dataclasses.dataclass(frozen=True)
 class DistanceTiles(_SlicedBias):
-    """A bias by head and distance: a table [H, T + S − 1 and padding], of which a tile needs a slice [H, bq + bk].
+    """A bias by head and distance: a table [H, T + S − 1 and padding]; a tile needs a slice [H, bq + bk] of it.
 
     The tile is a Toeplitz matrix of the slice, made by copying without a gather (`_toeplitz`).
     """
@@ -131,7 +131,7 @@ class ScoreTiles(TileBias):
 
     def apply(self, plan: NativePlan, scores: jax.Array, slices: Leaves, index: NativeTileIndex) -> jax.Array:
         bias: Bias = jax.tree.unflatten(self.tree, slices)
-        # Beyond the ragged end the indices are those of the last query and key, so that none is out of range.
+        # Beyond the ragged end indices are clamped to the last query and key, so that none is out of range.
         q, kv = jnp.minimum(index.q, plan.T - 1), jnp.minimum(index.kv, plan.S - 1)
         return bias.apply(scores, index.b, index.h, q, kv)
 
@@ -166,7 +166,7 @@ def bias_leaves(plan: NativePlan, bias: jax.Array | Bias) -> Leaves:
 def _toeplitz(x: jax.Array, rows: int, columns: int) -> jax.Array:
     """[..., rows + columns] to [..., rows, columns]: element (i, j) is ``x[j − i + rows − 1]``.
 
-    ``x`` of n elements is repeated and split into rows of n − 1, each of which starts one element further back.
+    ``x`` of n elements is repeated and split into rows of n − 1, so that each row starts one element further back.
     """
     *lead, n = x.shape
     # Row 0, column 0 first; the elements before it come last, where the rows below read them.

@@ -53,7 +53,7 @@ def tile_schedule(coverage: Array, is_data: bool = False) -> NativeTileSchedule:
     """The active tiles of block maps.
 
     Args:
-        coverage: [maps, rows, columns] of `Coverage`. Of a numpy array only active tiles are stored; a traced one is
+        coverage: [maps, rows, columns] of `Coverage`. For a numpy array only active tiles are stored; a traced array is
             sorted at run time, in O(rows · columns) integers.
         is_data: whether the lists must have one shape for all masks that differ only by numbers.
     """

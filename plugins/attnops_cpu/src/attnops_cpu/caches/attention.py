@@ -29,12 +29,12 @@ class DecodePlan:
     Attributes:
         head_dim: D.
         value_head_dim: Dv.
-        value_first: the first element of values in the array of keys; −1 where values have an array of their own.
-        stored: the dtype of stored numbers, of `STORED`.
-        scales: what has a scale of its own, of `SCALES`.
+        value_first: the first element of values in the array of keys; −1 if values have a separate array.
+        stored: the dtype of stored numbers, a value of `STORED`.
+        scales: what has a separate scale, a value of `SCALES`.
         scale: the softmax scale.
         cap: the soft cap of scores; 0 for none.
-        wanted: of the logsumexp and the largest scores, whether each is asked for.
+        wanted: whether the logsumexp is asked for, and whether the largest scores are.
     """
 
     head_dim: int
@@ -63,20 +63,20 @@ class DecodePlan:
 def cached_attention(
     call: FlashCall, cache: StoredCache, wants_lse: bool
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """The output [B, T, H, Dv], and, each if it is wanted, the logsumexp and the largest scores, float32 [B, H, T].
+    """The output [B, T, H, Dv], and, if asked for, the logsumexp and the largest scores, each float32 [B, H, T].
 
-    ``call`` has slots as keys; its key and value have shape and dtype only.
+    The keys of ``call`` are slots; its key and value have only a shape and a dtype.
     """
     assert call.mask is not None
-    library()  # which registers the kernel
+    library()  # registers the kernel
     plan, arrays = DecodePlan.of(call, cache, wants_lse), _store_arrays(cache)
     if isinstance(call.mask, (Packed, PackedByRow)):
         arrays["packed"] = call.mask.q_rows
         arrays |= _score_arrays(_unpacked(call, cache), cache.slots())
     else:
         arrays |= _score_arrays(call)
-    out, *found = _compiled(plan, call.query, arrays)
-    lse, highest = (found.pop(0) if wanted else None for wanted in plan.wanted)
+    out, *statistics = _compiled(plan, call.query, arrays)
+    lse, highest = (statistics.pop(0) if wanted else None for wanted in plan.wanted)
     return out, lse, highest
 
 
@@ -115,17 +115,17 @@ _compiled = jax.jit(one_by_one(_run), static_argnums=0)
 def _store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     """The arrays of the cache (of all layers, if it has several), the index of the layer, and the table of pages."""
     store = cache.store
-    found = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")}
+    arrays = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")}
     if cache.is_latent:
-        found["value_scale"] = found["key_scale"]
-    found["layer"] = jnp.zeros((), jnp.int32) if store.layer is None else store.layer
+        arrays["value_scale"] = arrays["key_scale"]
+    arrays["layer"] = jnp.zeros((), jnp.int32) if store.layer is None else store.layer
     if isinstance(cache, PagedCache):
-        found["table"] = cache.table
-    return {name: x for name, x in found.items() if x is not None}
+        arrays["table"] = cache.table
+    return {name: x for name, x in arrays.items() if x is not None}
 
 
 def _unpacked(call: FlashCall, cache: StoredCache) -> FlashCall:
-    """A call of N packed queries as one of N rows with one query each."""
+    """A call of N packed queries as a call of N rows with one query each."""
     mask, (_, N, H, D), S = call.mask, call.query.shape, cache.length
     assert isinstance(mask, (Packed, PackedByRow))
     queries, row = jnp.arange(N, dtype=jnp.int32)[:, None], jnp.maximum(mask.q_rows, 0)
@@ -141,28 +141,28 @@ def _unpacked(call: FlashCall, cache: StoredCache) -> FlashCall:
 
 
 def _score_arrays(call: FlashCall, of_rows: Slots | None = None) -> dict[str, jax.Array]:
-    """What scores depend on in addition to query and key; ``of_rows`` are the slots of the cache's rows, if packed."""
+    """The arrays that scores depend on besides query and key; ``of_rows``: the slots of the cache's rows, if packed."""
     assert call.mask is not None
     B, H, T, S = call.scores_shape
-    split = bands(without_table(call.mask)[0])  # the kernel looks into the table
-    found = _positions(split, B, T, S, split.slots if of_rows is None else of_rows)
+    split = bands(without_table(call.mask)[0])  # the kernel reads the table
+    arrays = _positions(split, B, T, S, split.slots if of_rows is None else of_rows)
     left, right = (jnp.asarray(x, jnp.int32) for x in (split.left, split.right))
     shape = np.broadcast_shapes(left.shape, right.shape, (1, 1))
-    found |= {"left": jnp.broadcast_to(left, shape), "right": jnp.broadcast_to(right, shape)}
+    arrays |= {"left": jnp.broadcast_to(left, shape), "right": jnp.broadcast_to(right, shape)}
     if split.rest is not None:
-        found["bits"] = _bits(split.rest, B, H, T, S)
+        arrays["bits"] = _bits(split.rest, B, H, T, S)
     bias = call.bias
     if bias is not None:
         array = bias if hasattr(bias, "shape") else bias.array(B, H, T, S)  # of an `attnops_caches.scores.SlotBias`
-        found["bias"] = jnp.asarray(array).astype(jnp.float32)
+        arrays["bias"] = jnp.asarray(array).astype(jnp.float32)
     if call.sinks is not None:
-        found["sinks"] = call.sinks.astype(jnp.float32)
-    return found
+        arrays["sinks"] = call.sinks.astype(jnp.float32)
+    return arrays
 
 
 def _positions(split: Bands, B: int, T: int, S: int, slots: Slots | None) -> dict[str, jax.Array]:
-    """``positions`` of queries, int32 [B, T], and of each row ``rows``, int32 [B, 4]: its tokens' position minus their
-    number, the first number that is held, one more than the last, and the newest slot.
+    """``positions`` of queries, int32 [B, T], and ``rows``, int32 [B, 4]: for each row its tokens' position minus their
+    number, the first number that is held, the last one plus 1, and the newest slot.
     """
     if split.held is None or slots is None:
         row = jnp.asarray([0, 0, S, S - 1], jnp.int32)

@@ -1,4 +1,4 @@
-"""A mask by slot as an interval of positions for each query, where the tokens lie, and a mask of what is left."""
+"""A mask by slot as an interval of positions for each query, the slots that hold tokens, and a remaining mask."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FAR = np.int32(2**31 - 1)
 
 
 class Bands(NamedTuple):
-    """The conjunction of masks, each of which may be missing.
+    """The conjunction of masks; each may be missing.
 
     Attributes:
         left: how many positions before its own a query sees, int32 [] or [B or 1, H or 1]; `FAR` for all.
         right: how many positions after its own a query sees, int32 [] or [B or 1, H or 1]; `FAR` for all.
         q_positions: the positions of queries, int32 [B or 1, T], to which left and right are relative; None if they are
-            those of ``held``.
-        held: queries see what their row holds; None: everything, by ``rest``.
-        rest: what is none of these; None for nothing.
+            the positions of ``held``.
+        held: the mask by which queries see the tokens of their row; None: ``rest`` alone decides.
+        rest: the conjunction of all other masks; None for none.
     """
 
     left: Leaf = FAR
@@ -36,12 +36,12 @@ class Bands(NamedTuple):
 
     @property
     def slots(self) -> Slots | None:
-        """Where the tokens of each row lie."""
+        """The slots of each row's tokens."""
         return None if self.held is None else self.held.slots
 
 
 def bands(mask: Mask) -> Bands:
-    """A bound mask by slot, see `attnops_caches.CacheOptions`, split."""
+    """A bound mask by slot (`attnops_caches.CacheOptions`), split."""
     if isinstance(mask, And):
         return _both(bands(mask.left), bands(mask.right))
     if isinstance(mask, Held):
@@ -59,7 +59,7 @@ def bands(mask: Mask) -> Bands:
 
 
 def _of_rows(split: Bands, mask: OfRows) -> Bands:
-    """The masks of a batch for one query each of some of its rows, whose masks they become."""
+    """The masks of a batch, indexed for packed queries: one query of one of its rows each."""
     left, right = (x if np.ndim(x) == 0 or np.shape(x)[0] == 1 else jnp.asarray(x)[mask.rows] for x in split[:2])
     q_positions = None if split.q_positions is None else jnp.asarray(split.q_positions)[0][mask.queries]
     rest = None if split.rest is None else OfRows(split.rest, mask.rows, mask.queries)
@@ -71,7 +71,7 @@ def _is_at_0(offset: Leaf) -> bool:
 
 
 def _both(a: Bands, b: Bands) -> Bands:
-    if a.held is not None and b.held is not None:  # not both of one row's slots: of no call over a cache
+    if a.held is not None and b.held is not None:  # no call over a cache has two
         b = Bands(b.left, b.right, b.q_positions, None, b.held if b.rest is None else b.rest & b.held)
     rests = [x for x in (a.rest, b.rest) if x is not None]
     rest = rests[0] if len(rests) == 1 else rests[0] & rests[1] if rests else None

@@ -1,4 +1,4 @@
-"""The reader of caches on CPUs: a C++ kernel that reads them in place; what it does not read, native `flash` does."""
+"""The reader of caches on CPUs: a C++ kernel reads them in place; native `flash` serves the calls that it does not."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from attnops_caches.masks import Packed, PackedByRow
 from attnops_cpu.caches.attention import cached_attention
 from attnops_cpu.library import library
 
-# Up to so many queries a row, biases are arrays with a number for each score.
+# Up to this many queries per row, biases are arrays with a number for each score.
 MOST_QUERIES: Final = 16
-# What the kernel reads.
+# The calls that the kernel serves.
 _KERNEL: Final = CacheLimits(
     storages=frozenset({"DenseCache", "WindowCache", "PagedCache"}),
     codecs=frozenset({"int8", "float8_e4m3fn", "float8_e5m2", "int4"}),
@@ -36,7 +36,7 @@ _NATIVE: Final = NativeFlashReader()
 
 
 class CpuCacheReader(CacheReader):
-    """Reads every cache in place: by the kernel, or tile by tile as native `flash` where `kernel_reasons` says why."""
+    """Reads every cache in place: by the kernel, or by native `flash`, tile by tile, if there are `kernel_reasons`."""
 
     limits: ClassVar[CacheLimits] = NativeFlashReader.limits
 
@@ -44,7 +44,7 @@ class CpuCacheReader(CacheReader):
         self, operation: Any, query: jax.Array, cache: Any, *, return_max_logits: bool = False,
         **options: Unpack[CacheOptions],
     ) -> OperationOutput:  # fmt: skip
-        """Attention over the cache, as `attnops_caches.CacheReader.attend` describes it."""
+        """See `attnops_caches.CacheReader.attend`."""
         is_packed = isinstance(options["mask"], (Packed, PackedByRow))
         described = dataclasses.replace(cache.describe(), is_packed=is_packed)
         if _reasons(described, query.shape[1], cache.length, options.get("bias") is not None):
@@ -58,20 +58,20 @@ class CpuCacheReader(CacheReader):
         return OperationOutput(out, None, lse, highest)
 
     def unsupported(self, operation: Any, request: AttentionRequest) -> Iterable[Reason]:
-        """Reasons why a cache can't be read in place, as `attnops_caches.CacheReader.unsupported` describes them."""
+        """See `attnops_caches.CacheReader.unsupported`."""
         yield from _NATIVE.unsupported(operation, request)
         if (problem := library().problem) is not None:
             yield problem
 
     def not_shared(self, request: AttentionRequest) -> Iterable[Reason]:
-        """Why each row reads the pages that it shares with others."""
+        """Why pages that rows share are read once per row."""
         if kernel_reasons(request):
             return _NATIVE.not_shared(request)
         return [Reason("cache", cache_of(request).storage, "is read row by row by attnops-cpu's kernel")]
 
 
 def kernel_reasons(request: AttentionRequest) -> list[Reason]:
-    """Why native `flash` computes a call over a cache, and not the kernel; empty where the kernel does."""
+    """Why native `flash` computes a call over a cache; empty if the kernel does."""
     return _reasons(cache_of(request), request.query_length, slots_of_row(request), bool(request.bias_kind))
 
 

@@ -1,1 +1,1 @@
-"""Flash attention: the operation, its backend, and what its handlers are given."""
+"""Flash attention: the operation, its backend, and the arguments of its handlers."""

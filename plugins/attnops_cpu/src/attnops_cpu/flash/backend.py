@@ -95,7 +95,7 @@ class CpuFlash(FlashBackend):
 
 
 def _limit(given: int | None, default: int) -> int:
-    """A band's limit within those that int64 holds, which are farther than any key."""
+    """A band's limit, clipped to `LOWEST` and `HIGHEST`, which are farther than any key and fit int64."""
     return default if given is None else max(LOWEST, min(given, HIGHEST))
 
 

@@ -30,17 +30,17 @@ def forward(
         *(output_like(query, shape, jnp.dtype(jnp.float32)) for shape in shapes),
     ]
     operands = _operands(plan, query, key, value, arrays, tiles)
-    found = jax.ffi.ffi_call("attnops_cpu_forward", results)(*operands, **_attributes(plan), in_place=plan.in_place)
-    return tuple(found if plan.max_logits else found[:3])
+    out = jax.ffi.ffi_call("attnops_cpu_forward", results)(*operands, **_attributes(plan), in_place=plan.in_place)
+    return tuple(out if plan.max_logits else out[:3])
 
 
 class Cotangents(NamedTuple):
-    """What the backward pass is given.
+    """The cotangents and statistics from which the backward pass computes gradients.
 
     Attributes:
-        d_out: [B, T, H, Dv] of the query's dtype; float32 for float16.
-        lse: float32 [B, H, T].
-        lse_residual: its rounding error, float32 [B, H, T].
+        d_out: [B, T, H, Dv] in the query's dtype; float32 for float16.
+        lse: the logsumexp, float32 [B, H, T].
+        lse_residual: the rounding error of ``lse``, float32 [B, H, T].
         delta: float32 [B, H, T]; the gradient of a score is ``weight · (d_out · value − delta)``.
     """
 
@@ -80,14 +80,14 @@ def _backward(
 
 
 def _for_all(plan: CpuPlan, x: jax.Array) -> jax.Array:
-    """An array of every batch. Under `jax.vmap` one that all slices share has the batch 1 if theirs is 1."""
+    """``x`` with batch B; under `jax.vmap`, an array that all slices share has batch 1 if the slices have batch 1."""
     return x if x.shape[0] == plan.B else jnp.broadcast_to(x, (plan.B, *x.shape[1:]))
 
 
 def _operands(
     plan: CpuPlan, query: jax.Array, key: jax.Array, value: jax.Array, arrays: Arrays, tiles: TileMap
 ) -> tuple[jax.Array, ...]:
-    """The arrays in the handlers' order; empty ones for those that the call does not have."""
+    """The arrays in the handlers' order; empty ones in place of arrays that the call does not have."""
 
     def given(x: jax.Array | None, dtype: DType) -> jax.Array:
         return jnp.zeros_like(query, shape=(0,), dtype=dtype) if x is None else x

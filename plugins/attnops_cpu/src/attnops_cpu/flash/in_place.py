@@ -1,7 +1,7 @@
-"""Attention of few queries by the kernel over caches, where it is not differentiated.
+"""Attention of few queries by the kernel over caches, if it is not differentiated.
 
-It packs nothing: packing takes longer than the products of few queries. Its scores are rounded otherwise than those of
-a backward pass, so that where it is differentiated another forward pass runs: one that computes the same scores.
+It packs nothing: packing would cost more than the products of few queries. Its scores are rounded differently from the
+scores of a backward pass; if the call is differentiated, a forward pass with the same rounding runs instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attnops_cpu.flash.plan import CpuPlan
 
 
 class InPlaceFlash(CpuFlash):
-    """`CpuFlash` whose forward pass reads keys and values where they lie."""
+    """`CpuFlash` whose forward pass reads keys and values in place."""
 
     def plan(self, call: FlashCall) -> CpuPlan:
         return dataclasses.replace(super().plan(call), in_place=True)
@@ -29,7 +29,7 @@ class InPlaceFlash(CpuFlash):
 def unless_differentiated(
     function: Callable[..., OperationOutput], differentiated: Callable[..., OperationOutput], *args: Any, **options: Any
 ) -> OperationOutput:
-    """``function(*args, **options)``; where it is differentiated, what ``differentiated`` returns, and its tangents."""
+    """``function(*args, **options)``; if it is differentiated, the result of ``differentiated`` and its tangents."""
     leaves, tree = jax.tree.flatten((args, options))
     if not any(isinstance(x, jax.core.Tracer) for x in leaves):
         return function(*args, **options)

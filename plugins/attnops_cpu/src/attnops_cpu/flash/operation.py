@@ -14,7 +14,7 @@ from attnops.operations.flash import FlashAttention
 from attnops_cpu.caches.reader import CpuCacheReader, kernel_reasons
 from attnops_cpu.library import library
 
-# What `details` says of calls with few queries: which forward pass they have; and gradients, where they are asked for.
+# The texts of `details` for calls with few queries: about the forward pass, and about gradients in train mode.
 IN_PLACE: Final = "keys and values are read where they lie"
 FEW: Final = "few queries of many keys: in plain JAX, as native flash, which does not pack keys and values"
 FEW_GRADIENTS: Final = "where it is differentiated: in plain JAX, as native flash, which does not pack keys and values"
@@ -22,7 +22,7 @@ PACKED_GRADIENTS: Final = "where it is differentiated: keys and values are packe
 
 
 def _are_few(rows: int, keys: int) -> bool:
-    """Whether native flash is faster, since packing keys takes longer than products: by queries of a kv head, and keys.
+    """Whether native flash is faster for ``rows`` queries of a kv head, since packing keys costs more than products.
 
     At a head dim of 128 and 2,048 keys, 4, 16, 32 and 128 queries take 1.9, 1.8, 1.3 and 1.0 times native's time in
     float32 on one core, and less on several, which native uses less well.
@@ -31,11 +31,11 @@ def _are_few(rows: int, keys: int) -> bool:
 
 
 def _are_in_place(rows: int, keys: int, dropout_prob: float, by_head: bool) -> bool:
-    """Whether the kernel over caches, which packs nothing, is faster than both: by queries of a kv head, and keys.
+    """Whether the kernel over caches, which packs nothing, is fastest for ``rows`` queries of a kv head.
 
-    It has no dropout, and a mask by head costs it more than the others. At a head dim of 128 and 8 kv heads, 1, 16 and
-    32 queries of 8,192 keys take native 1.9, 1.4 and 1.1 times as long in float32 on one core, 13, 4.7 and 2.2 times in
-    bfloat16; 64 queries of them take packed keys 1.2 times as long.
+    It has no dropout, and is slower with a mask by head. At a head dim of 128, 8 kv heads and 8,192 keys, native flash
+    needs 1.9, 1.4 and 1.1 times its time for 1, 16 and 32 queries in float32 on one core, and 13, 4.7 and 2.2 times in
+    bfloat16; with packed keys, 64 queries need 1.2 times its time.
     """
     is_served = not dropout_prob and not by_head and keys < 1 << 31
     return is_served and (rows <= 16 or (rows <= 96 and keys >= 1024))
@@ -45,9 +45,9 @@ class CpuFlashAttention(FlashAttention):
     """Attention in C++ kernels: O(T + S) memory, forward and backward; keys that no query of a block sees cost nothing.
 
     Serves processors; on other platforms, and for requests that it refuses, the core's native forward runs. Results are
-    the same to the bit for any number of threads. Kernels evaluate bands and segments. Of others they read a bit
-    a score, which XLA computes for PARTIAL tiles; for all tiles, T · S / 8 bytes, if the mask is traced. The metadata's
-    ``block_q`` and ``block_k`` are the sizes of these tiles; ``block_k`` is rounded up to a multiple of 32.
+    the same to the bit for any number of threads. Kernels evaluate bands and segments. For other masks they read a bit
+    per score; XLA computes these for PARTIAL tiles, or for all tiles, T · S / 8 bytes, if the mask is traced. The
+    metadata's ``block_q`` and ``block_k`` are the sizes of these tiles; ``block_k`` is rounded up to a multiple of 32.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {
@@ -68,7 +68,7 @@ class CpuFlashAttention(FlashAttention):
         return library().isa
 
     def unsupported(self, request: Request) -> Iterable[Reason]:
-        """Yields the reasons why these kernels can't serve a request: the library can't be used."""
+        """The reason why the library can't be used, if it can't."""
         problem = library().problem
         if problem is not None:
             yield problem
@@ -98,7 +98,7 @@ class CpuFlashAttention(FlashAttention):
     def forward_cpu(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[FlashOptions]
     ) -> OperationOutput:
-        """Runs the C++ kernels. Arguments and output are those of `attnops.OperationImpl.__call__`."""
+        """Runs the C++ kernels; arguments and output as in `attnops.OperationImpl.__call__`."""
         (_, T, H, _), (S, K) = query.shape, key.shape[1:3]
         rows, mask = T * (H // K), options.get("mask")
         packed = functools.partial(self.run_backend, "native" if _are_few(rows, S) else "cpu")

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 # Keys per panel, the unit in which kernels skip and mask, and the bits of a word.
 PANEL = 32
-# Queries of a kernel's tile.
+# Queries per tile of a kernel.
 TILE = 96
-# What stands for a band without a limit.
+# The limits of a band without limits.
 LOWEST, HIGHEST = -(2**62), 2**62
 
 
@@ -32,12 +32,12 @@ class CpuPlan:
         scale: the softmax scale.
         cap: the soft cap; 0 for none.
         low: the least ``i - j`` at which query i sees key j.
-        high: the largest.
+        high: the largest ``i - j`` at which query i sees key j.
         table: whether the bias is a table by distance.
         dropout_prob: the probability of dropout.
         dropout_step: the factor by which dropout's hash multiplies the index of a key.
         max_logits: whether the forward pass returns the largest scores.
-        in_place: whether the forward pass reads keys and values where they lie, and packs nothing.
+        in_place: whether the forward pass reads keys and values in place, and packs nothing.
     """
 
     B: int
@@ -68,12 +68,12 @@ class CpuPlan:
 
 
 class Arrays(NamedTuple):
-    """The inputs of scores other than query and key; None for those that a call does not have.
+    """The inputs of scores other than query and key; None for an input that the call does not have.
 
     Attributes:
         sinks: [1, H] float32; under `jax.vmap` [B, H].
-        bias: [B or 1, H or 1, T or 1, S or 1]; or a table by distance [1, H, T + S − 1], ``kv − q`` at
-            ``kv − q + T − 1``.
+        bias: [B or 1, H or 1, T or 1, S or 1]; or a table by distance [1, H, T + S − 1], where element
+            ``d + T − 1`` is for ``kv − q = d``.
         dropout: the hash of each query, uint32 [B, H, T].
     """
 
@@ -83,11 +83,11 @@ class Arrays(NamedTuple):
 
 
 class TileMap(NamedTuple):
-    """Which keys a query sees within the band; all None if the band says all.
+    """Which keys a query sees within the band; all fields are None if it sees all of them.
 
     Attributes:
         tiles: int32 [B or 1, H or 1, tiles of q, tiles of kv]: `EMPTY`, `FULL`, or the index of the tile's bits.
-        bits: of tiles that are PARTIAL, uint32 [B or 1, tiles, block_q, block_k / 32]; None with ids.
+        bits: the bits of PARTIAL tiles, uint32 [B or 1, tiles, block_q, block_k / 32]; None with ids.
         q_ids: the segment of each query, int32 [B or 1, T].
         kv_ids: the segment of each key, int32 [B or 1, S].
     """

@@ -1,7 +1,7 @@
 """The tile map of a mask, and the bits of its PARTIAL tiles, which XLA computes.
 
-A mask that is a band needs neither. Segments are compared by kernels. Of any other mask kernels read a bit a score, in
-PARTIAL tiles alone: if their coverage is known when tracing there are bits for these, else for all tiles.
+A mask that is a band needs neither. Kernels compare segments themselves. For any other mask they read a bit per score,
+in PARTIAL tiles only. If the coverage is known when tracing, there are bits for these tiles alone, else for all tiles.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from attnops_cpu.flash.plan import EMPTY, FULL, PANEL, CpuPlan, TileMap
 if TYPE_CHECKING:
     from attnops.typing import Array
 
-# Tiles that are computed at a time. It bounds memory: before a tile is packed, its booleans have a byte each.
+# Tiles that are computed at a time, which bounds memory: before a tile is packed, a boolean needs a byte.
 _BATCH: Final = 32
 
 
 def tile_map(plan: CpuPlan, mask: Mask | None) -> TileMap:
-    """The tile map of a bound mask: an integer a tile, and a bit for each score of those that need them."""
+    """The tile map of a bound mask: an integer per tile, and a bit per score of tiles that need them."""
     if mask is None:
         return TileMap()
     split = mask.split()
@@ -47,13 +47,13 @@ def tile_map(plan: CpuPlan, mask: Mask | None) -> TileMap:
 
 
 def _codes(coverage: Array, slots: jax.Array) -> jax.Array:
-    """Tiles as kernels read them: `EMPTY`, `FULL`, or the index of their bits."""
+    """The code of each tile that kernels read: `EMPTY`, `FULL`, or the index of its bits."""
     codes = jnp.where(jnp.asarray(coverage) == Coverage.FULL, FULL, slots)
     return jnp.where(jnp.asarray(coverage) == Coverage.EMPTY, EMPTY, codes).astype(jnp.int32)
 
 
 def _known(plan: CpuPlan, mask: Mask, coverage: Array) -> TileMap:
-    """The map of tiles whose coverage is known when tracing: bits of PARTIAL ones alone."""
+    """The map of tiles whose coverage is known when tracing; only PARTIAL ones have bits."""
     tiles = np.where(coverage == Coverage.FULL, FULL, EMPTY).astype(np.int32)
     partial = [np.nonzero(each == Coverage.PARTIAL) for each in coverage]
     most = max(len(each[0]) for each in partial)
@@ -68,7 +68,7 @@ def _known(plan: CpuPlan, mask: Mask, coverage: Array) -> TileMap:
 
 
 def _varies(mask: Mask, plan: CpuPlan) -> tuple[int, int]:
-    """For how many batches and heads a bound mask has its own bits, each 1 or all."""
+    """For how many batches and heads a bound mask has separate bits: each 1, or all."""
     try:
         axes = of_mask(mask)[0].axes
     except Exception:  # a function that can't be traced on scalars
@@ -82,7 +82,7 @@ def _bits(plan: CpuPlan, mask: Mask, indices: Array) -> jax.Array:
 
     def of_tile(index: tuple[Array, ...]) -> jax.Array:
         b, h, q_tile, kv_tile = (x.reshape(1, 1, 1, 1) for x in index)
-        # Tokens beyond the last one have its index, so that no index is out of range.
+        # Indices beyond the last token are clamped to it, so that none is out of range.
         q = jnp.minimum(q_tile * block_q + np.arange(block_q, dtype=np.int32)[:, None], plan.T - 1)
         kv = jnp.minimum(kv_tile * block_k + np.arange(block_k, dtype=np.int32), plan.S - 1)
         seen = jnp.broadcast_to(mask.allowed(b, h, q, kv), (1, 1, block_q, block_k))

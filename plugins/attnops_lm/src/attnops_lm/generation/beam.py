@@ -16,7 +16,7 @@ from attnops_lm.caching import LayerCache
 from attnops_lm.generation.programs import Caches, Leaves, Network
 from attnops_lm.generation.state import LogitsProcessor, Rules, write
 
-# The values of `early_stopping` as integers, which a program takes as an argument.
+# The values of `early_stopping` as integers, which can be arguments of a program.
 EARLY = {True: 1, False: 0, "never": 2}
 
 
@@ -215,7 +215,7 @@ class BeamPrograms:
     def _with_ended(
         self, beams: Beams, rules: BeamRules, total: jax.Array, parent: jax.Array, token: jax.Array, is_end: jax.Array
     ) -> Beams:
-        """The beams after those of the k best candidates that end have replaced finished sequences of lower scores."""
+        """The beams after finished sequences are replaced by better ones among the k best candidates."""
         B, k = beams.scores.shape
         length = (beams.steps + 1).astype(jnp.float32)
         counts = is_end & ~beams.done[:, None] & (jnp.arange(total.shape[1]) < k)

@@ -45,9 +45,9 @@ class GenerationConfig:
         max_new_tokens: the most tokens generated per row; None: from ``max_length``, or 20.
         max_length: the most tokens per row, the prompt and its padding included; None: from ``max_new_tokens``.
         min_new_tokens: the fewest tokens before an end token may be chosen.
-        do_sample: whether tokens are drawn at random; otherwise the most probable one is taken.
+        do_sample: whether tokens are drawn at random; otherwise the most probable one is chosen.
         temperature: scores are divided by it. This and the next three fields need ``do_sample``.
-        top_k: draws only from the tokens with the k largest scores, and those equal to the last of them; None: all.
+        top_k: draws only from the tokens with the k largest scores, ties with the last included; None: all.
         top_p: draws only from the most probable tokens, as few as have this probability together; None: all.
         min_p: draws only from tokens with at least this share of the largest probability; None: all.
         repetition_penalty: scores of tokens that occur in the row are divided by it if positive, else multiplied.

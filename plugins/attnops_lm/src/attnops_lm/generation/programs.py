@@ -77,7 +77,7 @@ class PromptProgram:
         self.append: Callable[..., Caches] = jax.jit(self._append, donate_argnums=1) if trace else self._append
 
     def _append(self, leaves: Leaves, caches: Caches, tokens: jax.Array, real: jax.Array) -> Caches:
-        """The caches, which are donated, with tokens [B, C], of which the first ``real[b]`` are real."""
+        """The caches, which are donated, with the first ``real[b]`` of tokens [B, C] appended."""
         self.traces += 1
         # XLA drops the logits, which nothing uses.
         return self.network(leaves, tokens, caches, real, jnp.zeros((tokens.shape[0], 1), jnp.int32))[1]
@@ -154,7 +154,7 @@ class StepProgram:
         is_end = rules.is_end(picked) & (place < count[:, None])
         has_ended = is_end.any(axis=1)
         count = jnp.where(has_ended, is_end.argmax(axis=1).astype(jnp.int32) + 1, count)
-        if g:  # remove rejected drafts, and those after an end
+        if g:  # remove rejected drafts, and drafts after an end
             caches = truncated(caches, n - 1 + count)
         grown = dataclasses.replace(
             rows,

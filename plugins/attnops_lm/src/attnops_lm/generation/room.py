@@ -21,10 +21,10 @@ class Room(NamedTuple):
     """The caches for a call, and their sizes.
 
     Attributes:
-        caches: one per layer, with at least room for the prompt and what may be generated.
+        caches: one per layer, with room for at least the prompt and what may be generated.
         pool: for a beam search over pages, a pool of 2 · B · k rows; else None.
         used: tokens that are in the caches already, int32 [B].
-        length: S of the array [B, S] of all tokens, those in the caches included.
+        length: S of the array [B, S] of all tokens, tokens in the caches included.
         max_append: the most tokens that can be appended to every cache at a time; None for no limit.
     """
 

@@ -18,7 +18,7 @@ class Sampling:
     """How rows draw tokens. Each field is one number, or one per row.
 
     Attributes:
-        temperature: float32 [] or [B]; 0 takes the token with the largest score.
+        temperature: float32 [] or [B]; 0 chooses the token with the largest score.
         top_k: int32 [] or [B]; 0 for all tokens.
         top_p: float32 [] or [B]; 1 for all tokens.
         min_p: float32 [] or [B]; 0 for all tokens.
@@ -33,7 +33,7 @@ class Sampling:
     def create(
         cls, temperature: ArrayLike = 0.0, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0, min_p: ArrayLike = 0.0
     ) -> Self:
-        """From numbers or arrays [B]; by default the token with the largest score is taken. The fields are NumPy
+        """From numbers or arrays [B]; by default the token with the largest score is chosen. The fields are NumPy
         arrays, so that nothing is compiled.
         """
         temperature, top_p, min_p = (np.asarray(x).astype(np.float32) for x in (temperature, top_p, min_p))

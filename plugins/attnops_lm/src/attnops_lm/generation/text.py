@@ -32,7 +32,7 @@ class Detokenizer:
     """The text of one row, token by token: the pieces that it returns, joined, are the text of all tokens.
 
     If a token ends within a character, its text is kept until the character is complete. Only the tokens since the last
-    whole character, and those of the piece before it, are decoded again.
+    whole character, and the tokens of the piece before it, are decoded again.
 
     Args:
         tokenizer: the tokenizer of the model.

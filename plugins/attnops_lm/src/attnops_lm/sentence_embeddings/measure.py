@@ -53,7 +53,7 @@ class SentenceBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderMeasurement:
-    """The result of one operation. Times and memory are those of the last batch, which has the longest sentences."""
+    """The result of one operation. Times and memory are of the last batch, which has the longest sentences."""
 
     embeddings: np.ndarray  # of all batches, [at least N, M]
     max_difference: float  # from the reference, over all coordinates

@@ -99,7 +99,7 @@ def embed(
     """One unit vector per sentence: tokens [B, T] -> [B, M] float32.
 
     `config` and `attention` are static: close over them, then `jit` what is left. Activations need O(B·T·(M + F))
-    memory; that of the scores depends on the attention.
+    memory; how much the scores need depends on the attention.
     """
     hidden = _encode(params, config, tokens, attention)
     weights = tokens.mask[..., None].astype(hidden.dtype)

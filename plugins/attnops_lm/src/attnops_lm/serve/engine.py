@@ -152,7 +152,7 @@ class Engine:
             )
 
     def cancel(self, *requests: Request) -> None:
-        """Cancel requests before the next step, such as those of clients that disconnected; from any thread."""
+        """Cancel requests before the next step, such as requests of disconnected clients; from any thread."""
         for request in requests:
             request.is_cancelled = True
 
@@ -250,7 +250,7 @@ class Engine:
             self.pages.hold(page)
         # One more page for each running request, so that the next step does not preempt this one.
         needed = math.ceil(len(tokens) / size) - len(pages) + len(self.running)
-        if count and self.pages.available < needed:  # without ``part`` held, one more page may be available
+        if count and self.pages.available < needed:  # if ``part`` is not held, one more page may be available
             self.pages.drop(held.pop())
             count = 0
         if self.pages.available < needed:

@@ -27,7 +27,7 @@ class APIError(Exception):
             return "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in path).lstrip(".") or None
 
         errors = error.errors()
-        # A union has the errors of all its types. That a value is not served says more than that it has another type.
+        # A union has the errors of all its types. "Not served" is more useful to a client than "wrong type".
         errors.sort(key=lambda x: x["type"] != NOT_SERVED)
         *parents, last = errors[0]["loc"] or ("",)
         param, is_unserved = name(errors[0]["loc"]), errors[0]["type"] == NOT_SERVED

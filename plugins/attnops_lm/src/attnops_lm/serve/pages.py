@@ -13,8 +13,8 @@ class Pages:
     """Which pages are free, how many rows hold each, and which prefix each contains.
 
     It is on the host, unlike `attnops_caches.PagePool`: these numbers decide before every step which requests run, and
-    to read them from the device would mean to wait for it. The key of a full page is a hash of all tokens up to the end
-    of the page. Pages that no row holds keep their contents until they are allocated again.
+    reading them from the device would wait for it. The key of a full page is a hash of all tokens up to the end of the
+    page. Pages that no row holds keep their contents until they are allocated again.
     """
 
     def __init__(self, count: int, size: int, sharing: bool = True) -> None:
@@ -52,7 +52,7 @@ class Pages:
         self.unused.pop(page, None)
 
     def drop(self, page: int) -> None:
-        """Count one row less that holds a page."""
+        """Count one row fewer that holds a page."""
         self.references[page] -= 1
         if not self.references[page]:
             if page in self.content:

@@ -33,14 +33,14 @@ def top_blocks(scores: jax.Array, top_k: int, q_block: int, kv_block: int, alway
     """The blocks of keys that each block of queries attends to.
 
     Args:
-        scores: of blocks of keys by block of queries, [B, n, nq, nk].
+        scores: the score of each block of keys for each block of queries, [B, n, nq, nk].
         top_k: blocks to choose, the query's own and the ``always`` ones included.
-        q_block: queries per block, whose own block of keys is that of the last of them; a divisor of ``kv_block``.
+        q_block: queries per block, a divisor of ``kv_block``; their own block of keys is the one that contains them.
         kv_block: keys per block.
         always: how many of the first blocks are always chosen.
 
     Returns:
-        int32 [B, n, nq, min(top_k, nk)]: the own block and the best of those before it; -1 where there are fewer.
+        int32 [B, n, nq, min(top_k, nk)]: the queries' own block and the best before it; -1 where there are fewer.
 
     Raises:
         ValueError: ``q_block`` does not divide ``kv_block``, or ``top_k`` is not above ``always``.
@@ -76,7 +76,7 @@ def moba(
         [B, T, H, Dv]. Differentiable; the choice has no gradient. The scores of blocks are O(T / q_block · T / block).
 
     Raises:
-        ValueError: lengths that differ, or a size that does not fit, see `top_blocks`.
+        ValueError: lengths that differ, ``q_block`` does not divide ``block``, or ``top_k`` is below 1.
     """
     _check_lengths(query, key)
     B, _, H, D = query.shape
@@ -99,8 +99,8 @@ def nsa(
         query: [B, T, H, D].
         key: [B, T, K, D].
         value: [B, T, K, Dv].
-        gates: of the pooled blocks, of the chosen blocks and of the window, [B, T, H, 3], such as the sigmoid of a
-            product with the layer's input.
+        gates: [B, T, H, 3], for the pooled blocks, the chosen blocks and the window, such as the sigmoid of a product
+            with the layer's input.
         block: keys per block.
         top_k: blocks per query, its own and the first one included.
         window: keys of the window, the query's own included.

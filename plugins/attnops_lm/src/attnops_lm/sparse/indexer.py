@@ -31,7 +31,7 @@ def indexer_scores(query: jax.Array, key: jax.Array, weights: jax.Array) -> jax.
         weights: [B, T, J].
 
     Returns:
-        float32 [B, T, S]; the products of a head at a time need as much memory.
+        float32 [B, T, S]; the products of one head at a time need the same memory again.
     """
 
     def add(sums: jax.Array, head: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -72,7 +72,7 @@ def tokens_mask(tokens: jax.Array) -> Blocks:
 def attend_to_tokens(
     operation: OperationImpl, query: jax.Array, key: jax.Array, value: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-    """Attention of one query a row to its chosen tokens, which are gathered: decoding reads no others.
+    """Attention of one query per row to its chosen tokens, which are gathered: decoding reads no others.
 
     Args:
         operation: computes the attention.
@@ -85,7 +85,7 @@ def attend_to_tokens(
         [B, 1, H, Dv].
 
     Raises:
-        ValueError: several queries a row.
+        ValueError: several queries per row.
     """
     if query.shape[1] != 1 or tokens.shape[1] != 1:
         raise ValueError(
@@ -102,9 +102,9 @@ def indexer_loss(scores: jax.Array, weights: jax.Array, tokens: jax.Array | None
     """The divergence of the softmax of scores from the attention's weights, the mean over queries; float32 [].
 
     Args:
-        scores: [B, T, S], of `indexer_scores`.
-        weights: of the attention, [B, H, T, S], without gradient; hidden keys have 0.
-        tokens: [B, T, top_k], where the softmax is over the chosen tokens alone, as in sparse training; None: over all
+        scores: [B, T, S], from `indexer_scores`.
+        weights: the attention's, [B, H, T, S], without gradient; hidden keys have 0.
+        tokens: [B, T, top_k], if the softmax is over the chosen tokens alone, as in sparse training; None: over all
             keys that have a weight, as in the warm-up with dense attention.
     """
     target = jax.lax.stop_gradient(weights).astype(jnp.float32).sum(axis=1)

@@ -60,8 +60,9 @@ class Contender:
 
 
 def compile_jax(
-    case: Case, attend: Callable[[jax.Array, jax.Array, jax.Array, PyTree], jax.Array], extra: PyTree, what: str
-) -> Ready:
+    case: Case, attend: Callable[[jax.Array, jax.Array, jax.Array, PyTree], jax.Array], extra: PyTree, what: str,
+    heads_first: bool = False,
+) -> Ready:  # fmt: skip
     """A JAX function as a program.
 
     Args:
@@ -69,6 +70,7 @@ def compile_jax(
         attend: ``attend(query, key, value, extra)`` gives the output [B, T, H, D].
         extra: a pytree of further arguments of ``attend``.
         what: what runs, for people to read.
+        heads_first: whether ``attend`` has arrays [B, h, T, D], which are made before it is timed.
 
     Raises:
         attnops_testing.bench.case.Refused: it needs more than the memory limit.
@@ -83,9 +85,12 @@ def compile_jax(
     def forward(query: jax.Array, key: jax.Array, value: jax.Array, extra: PyTree) -> tuple[jax.Array, ...]:
         return (attend(query, key, value, extra),)
 
+    def laid(x: Any) -> Any:
+        return x.swapaxes(1, 2) if heads_first else x
+
     function: Callable[..., tuple[jax.Array, ...]] = both if case.backward else forward
-    arguments = (*case.device_inputs, extra)
-    cotangent = (jnp.asarray(case.d_out),) if case.backward else ()
+    arguments = (*map(laid, case.device_inputs), extra)
+    cotangent = (laid(jnp.asarray(case.d_out)),) if case.backward else ()
     start = time.perf_counter()
     # All contenders multiply float32 matrices in full float32, as attnops does by default.
     with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
@@ -97,8 +102,8 @@ def compile_jax(
         case.check_memory(sum(sizes), "it")
 
     def results(d_out: Array) -> dict[str, Array]:
-        outputs = compiled(*arguments, *((jnp.asarray(d_out),) if case.backward else ()))
-        return {name: np.asarray(x) for name, x in zip(RESULTS, outputs, strict=False)}
+        outputs = compiled(*arguments, *((laid(jnp.asarray(d_out)),) if case.backward else ()))
+        return {name: laid(np.asarray(x)) for name, x in zip(RESULTS, outputs, strict=False)}
 
     return Ready(
         run=lambda: compiled(*arguments, *cotangent),
@@ -110,22 +115,22 @@ def compile_jax(
     )
 
 
-def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str) -> Ready:
-    """A torch function as a program, run eagerly. Its tensors have heads before length, the layout that torch prefers.
+def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str, heads_first: bool = True) -> Ready:
+    """A torch function as a program, run eagerly.
 
     Args:
         case: the case.
         attend: ``attend(query, key, value)`` of tensors [B, h, T, D] gives the output [B, H, T, D].
         device: "cpu" or "cuda".
         what: what runs, for people to read.
+        heads_first: whether tensors have heads before length, the layout that torch prefers; else [B, T, h, D].
     """
     torch: Any = importlib.import_module("torch")
 
     def tensor(x: Array) -> Any:
-        """A numpy array [B, T, h, D] as a tensor [B, h, T, D]; through float32, since torch does not know numpy's
-        bfloat16.
-        """
-        return torch.from_numpy(x.astype("float32")).to(device, getattr(torch, case.dtype)).transpose(1, 2).contiguous()
+        """A numpy array [B, T, h, D] as a tensor; through float32, since torch does not know numpy's bfloat16."""
+        made = torch.from_numpy(x.astype("float32")).to(device, getattr(torch, case.dtype))
+        return made.transpose(1, 2).contiguous() if heads_first else made
 
     inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]
 
@@ -141,7 +146,7 @@ def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str) ->
 
     def results(d_out: Array) -> dict[str, Array]:
         outputs = wait(run(tensor(d_out)))
-        arrays = [x.detach().transpose(1, 2).float().cpu().numpy() for x in outputs]
+        arrays = [(x.transpose(1, 2) if heads_first else x).detach().float().cpu().numpy() for x in outputs]
         return dict(zip(RESULTS, arrays, strict=False))
 
     d_out = tensor(case.d_out)

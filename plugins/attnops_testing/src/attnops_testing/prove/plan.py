@@ -35,6 +35,8 @@ _ALL: Final = {
     "Features": ("feature",), "Long problems": ("long",), "Caches": ("caches",),
     "Pairs of features": ("sampled_pair",), "Behaviours": ("behaviour", "memory_growth"),
 }  # fmt: skip
+# On a CPU one in so many of their problems is checked: each compiles for some 15 seconds.
+_CPU_SHARE: Final = 3
 # Suites of other contracts than attention: the section, and the module with `PROBLEMS` and `check`.
 _OTHERS: Final = {"linear_attention": ("Linear attention", "attnops_linear.testing")}
 
@@ -58,7 +60,8 @@ def plan(platform: str, operations: Sequence[str], every: bool, limit: float | N
         found[contract].append(name)
     if not operations:
         found = {contract: kernels(platform, contract) for contract in found}
-    steps = [step for contract in _OTHERS for step in _others(contract, found[contract], every, seconds)]
+    share = 1 if every or platform != "cpu" else _CPU_SHARE
+    steps = [step for contract in _OTHERS for step in _others(contract, found[contract], every, share, seconds)]
     if names := found[ATTENTION]:
         return [*_checks(names, every, seconds), *steps, *_times(platform, names, seconds)]
     return steps
@@ -107,10 +110,10 @@ def _checks(names: Sequence[str], every: bool, seconds: float) -> Iterator[Step]
                         yield step(section, SUITE[name].name(case), operation, name, case)
 
 
-def _others(contract: str, names: Sequence[str], every: bool, seconds: float) -> Iterator[Step]:
-    """The problems of another contract's suite, if its distribution is installed."""
+def _others(contract: str, names: Sequence[str], every: bool, share: int, seconds: float) -> Iterator[Step]:
+    """The problems of another contract's suite, or one in ``share``, if its distribution is installed."""
     section, module = _OTHERS[contract]
-    for problem in importlib.import_module(module).PROBLEMS if names else ():
+    for problem in list(importlib.import_module(module).PROBLEMS)[::share] if names else ():
         for name in names:
             arguments = {"module": module, "operation": name, "problem": problem, "every": every}
             yield Step(section, f"{name}: {problem}", "check_problem", arguments, seconds)

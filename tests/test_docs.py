@@ -92,7 +92,8 @@ def test_examples_in_docstrings_run() -> None:
     x = jnp.ones((1, 4, 2, 8))
     names = {
         "attnops": attnops, "jax": jax, "jnp": jnp, "Causal": masks.Causal,
-        "query": x, "key": x, "value": x, "x": x, "mask": masks.Causal().bind(1, 2, 4, 4), "B": 1, "H": 2, "T": 4, "S": 4,
+        "query": x, "key": x, "value": x, "x": x, "mask": masks.Causal().bind(1, 2, 4, 4),
+        "B": 1, "H": 2, "T": 4, "S": 4,
         "function": jnp.sin, "Rank": attnops.Rank, "RankBetween": attnops.RankBetween,
         "TraceContext": attnops.kernels.TraceContext, "Conformance": attnops_testing.Conformance,
         "OperationConformance": attnops_testing.OperationConformance,

@@ -1,8 +1,7 @@
-"""Peers of TPUs and GPUs on a CPU: splash interpreted, kernels over pages replaced by their documented convention."""
+"""Peers of TPUs and GPUs on a CPU, whose kernels are replaced by the convention that they document."""
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import sys
 import types
@@ -12,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu import splash_attention
 
-from attnops.masks import Causal, Mask, PrefixLM, SlidingWindow
+import attnops
+from attnops.masks import Causal, Mask, PrefixLM, Segments, SlidingWindow
 from attnops_caches import PagedCache
 from attnops_testing.bench import PEERS, CacheCase, Case, Measurement, Tokens, measure, packed_documents, peers, ragged
 
@@ -29,21 +28,6 @@ def pretend_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measured(name: str, case: Case | CacheCase) -> Measurement:
     return measure([(case, PEERS[name].contender)], rounds=1)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(
-    "mask", [Causal(), None, Causal() & SlidingWindow(100, 0), Causal() & packed_documents(3, 256)],
-    ids=["causal", "full", "window", "documents"],
-)  # fmt: skip
-@pytest.mark.tier(every=2)
-def test_splash_is_given_the_case(mask: Mask | None, backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = functools.partial(splash_attention.make_splash_mha, interpret=True)
-    monkeypatch.setattr(splash_attention, "make_splash_mha", make)
-    case = Case(length=256, heads=2, head_dim=128, dtype="bfloat16", mask=mask, backward=backward)
-    found = measured("splash", case)
-    assert (found.status, found.reason) == ("ok", "")
 
 
 def over_pages(pages: Any, lengths: Any, table: Any, queries: Any, starts: Any) -> Any:
@@ -104,10 +88,33 @@ def test_kernels_over_pages_are_given_the_case(
     assert "over pages of 128" in found.what
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [None, Causal() & SlidingWindow(20, 0), Causal() & packed_documents(3, 64)])
+def test_flywheel_is_given_the_case(mask: Mask | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flash_attn_func(q: Any, k: Any, v: Any, *, causal: bool, window_size: tuple[int, int]) -> Any:
+        left = None if window_size[0] == -1 else window_size[0]
+        arrays = (x.swapaxes(1, 2) for x in (q, k, v))
+        return attnops.attention(*arrays, causal=causal, window=(left, None)).swapaxes(1, 2)
+
+    def flash_attn_varlen_func(
+        q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, longest: int, _: int, **options: Any
+    ) -> Any:
+        assert (cu_q.shape, options) == ((4,), {"causal": True, "window_size": (-1, -1)})
+        ids = jnp.searchsorted(cu_q, jnp.arange(64), side="right")
+        arrays = (x.swapaxes(0, 1)[None] for x in (q, k, v))
+        return attnops.attention(*arrays, causal=True, mask=Segments(ids[None])).swapaxes(1, 2)[0]
+
+    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    monkeypatch.setitem(sys.modules, "flywheel_tpu", types.SimpleNamespace(**functions))
+    found = measured("flywheel", Case(length=64, heads=2, head_dim=16, dtype="bfloat16", mask=mask))
+    assert (found.status, found.reason) == ("ok", "")
+
+
 def test_what_a_peer_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     half = {"length": 128, "heads": 1, "head_dim": 128, "dtype": "bfloat16"}
-    assert "dtype='float32' must be bfloat16" in measured("splash", Case(**half | {"dtype": "float32"})).reason
-    assert "length=100 must be a multiple of 128" in measured("splash", Case(**half | {"length": 100})).reason
+    assert "dtype='float32' must be bfloat16" in measured("flywheel", Case(**half | {"dtype": "float32"})).reason
+    window = Case(**half, mask=Causal() & SlidingWindow(9, 0), backward=True)
+    assert "windows and documents have no backward pass" in measured("flywheel", window).reason
     assert "must be causal, a window" in measured("flywheel", Case(**half, mask=PrefixLM(3))).reason
     assert "measured over caches alone" in measured("rpa", Case(**half)).reason
     assert "dtype='float32' must be bfloat16" in measured("flywheel", cached(1, dtype="float32")).reason

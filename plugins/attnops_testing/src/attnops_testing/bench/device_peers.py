@@ -13,49 +13,24 @@ from attnops.masks import Causal
 from attnops_caches import WindowCache
 from attnops_testing.bench.cache_peers import compiled
 from attnops_testing.bench.case import Array, Case, Refused
-from attnops_testing.bench.program import Ready, compile_jax, run_torch
-from attnops_testing.bench.terms import Terms, terms_of
+from attnops_testing.bench.program import Ready, compile_jax
+from attnops_testing.bench.terms import terms_of
 
 if TYPE_CHECKING:
     from attnops.masks import Segments
     from attnops_testing.bench.caches import CacheCase
 
-_HALF: Final = ("bfloat16", "float16")
+HALF: Final = ("bfloat16", "float16")
 # Tokens of a page: the least that flywheel serves, and FlashInfer's default.
 _TPU_PAGE, _GPU_PAGE = 128, 16
-_WORKSPACE: Final = 256 << 20
-
-
-def splash(case: Case, what: str) -> Ready:
-    """JAX's splash attention, with tiles of up to 512: those of its default, 128, are slow."""
-    terms = _terms(case, ("bfloat16",))
-    T = case.length
-    if T % 128:
-        raise Refused(f"length={T} must be a multiple of 128")
-    kernels: Any = importlib.import_module("jax.experimental.pallas.ops.tpu.splash_attention")
-    if terms.window is not None:
-        mask = kernels.LocalMask((T, T), (terms.window[0], 0 if terms.causal else terms.window[1]), offset=0)
-    else:
-        mask = (kernels.CausalMask if terms.causal else kernels.FullMask)((T, T))
-    names = "block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"
-    sizes = kernels.BlockSizes(**dict.fromkeys(names, next(tile for tile in (512, 256, 128) if T % tile == 0)))
-    heads = kernels.MultiHeadMask([mask] * case.heads)
-    kernel = kernels.make_splash_mha(heads, block_sizes=sizes, head_shards=1, q_seq_shards=1)
-    ids = None if terms.segments is None else terms.segments.bind(*case.shape).q_ids
-    given = None if ids is None else jnp.broadcast_to(jnp.asarray(ids), (case.batch, T))
-
-    def attend(query: jax.Array, key: jax.Array, value: jax.Array, ids: jax.Array | None) -> jax.Array:
-        query = (query.astype(jnp.float32) * case.head_dim**-0.5).astype(query.dtype)  # the kernel has no scale
-        if ids is None:
-            return jax.vmap(kernel)(query, key, value)
-        return jax.vmap(kernel)(query, key, value, kernels.SegmentIds(ids, ids))
-
-    return compile_jax(case, attend, given, what, heads_first=True)
 
 
 def flywheel(case: Case, what: str) -> Ready:
     """`flash_attn_func`, or `flash_attn_varlen_func` for documents."""
-    terms = _terms(case, ("bfloat16",))
+    check_dtype(case.dtype, ("bfloat16",))
+    terms = terms_of(case)
+    if terms.rest is not None:
+        raise Refused(f"mask={terms.rest!r} must be causal, a window, documents or these together")
     module: Any = importlib.import_module("flywheel_tpu")
     options = {"causal": terms.causal, "window_size": terms.window or (-1, -1)}
     if case.backward and (terms.window or terms.segments):
@@ -112,44 +87,23 @@ def rpa(case: CacheCase, what: str) -> Ready:
     return compiled(case, attend, arguments, f"{what} over pages of {_TPU_PAGE}", plain=True, donated=True)
 
 
-def flashinfer(case: Case, what: str) -> Ready:
-    """FlashInfer's wrapper for rows or documents one after the other; forward only."""
-    terms = _terms(case, _HALF)
-    before, after = terms.window or (-1, 0)
-    if case.backward:
-        raise Refused("it has no backward pass")
-    if after and not terms.causal:
-        raise Refused(f"window={terms.window} must show no keys after a query")
-    module, torch = _flashinfer()
-    wrapper = module.BatchPrefillWithRaggedKVCacheWrapper(_workspace(torch))
-    rows = np.arange(case.batch + 1) * case.length
-    starts = _integers(torch, rows if terms.segments is None else _documents(case, terms.segments))
-    causal = terms.causal or terms.window is not None
-    wrapper.plan(
-        starts, starts, case.heads, case.K, case.head_dim, causal=causal, window_left=before,
-        q_data_type=getattr(torch, case.dtype), kv_data_type=getattr(torch, case.dtype),
-    )  # fmt: skip
-
-    def attend(query: Any, key: Any, value: Any) -> Any:
-        return wrapper.run(*(x.flatten(0, 1) for x in (query, key, value))).reshape(query.shape)
-
-    return run_torch(case, attend, "cuda", what, heads_first=False)
-
-
 def flashinfer_cached(case: CacheCase, what: str) -> Ready:
     """FlashInfer's wrapper for queries over pages; for one query a row it is what decodes with tensor cores."""
-    _check_cache(case, _HALF)
-    module, torch = _flashinfer()
+    _check_cache(case, HALF)
+    torch: Any = importlib.import_module("torch")
+    if not torch.cuda.is_available():
+        raise Refused("torch sees no GPU")
+    module: Any = importlib.import_module("flashinfer")
     tokens, dtype = case.tokens, getattr(torch, case.dtype)
     (pages, table), (queries, starts) = _pages(case, _GPU_PAGE), _queries(case)
     used = -(-np.array(tokens.lengths) // _GPU_PAGE)  # pages of a row that hold tokens
     indices = np.concatenate([row[:count] for row, count in zip(table, used, strict=True)])
     last = np.array(tokens.lengths) - (used - 1) * _GPU_PAGE
-    wrapper = module.BatchPrefillWithPagedKVCacheWrapper(_workspace(torch))
-    wrapper.plan(
-        *(_integers(torch, x) for x in (starts, np.cumsum([0, *used]), indices, last)), tokens.heads, tokens.kv_heads,
-        tokens.head_dim, _GPU_PAGE, causal=True, q_data_type=dtype, kv_data_type=dtype,
-    )  # fmt: skip
+    integers = [torch.tensor(x, device="cuda").int() for x in (starts, np.cumsum([0, *used]), indices, last)]
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace)
+    sizes = tokens.heads, tokens.kv_heads, tokens.head_dim, _GPU_PAGE
+    wrapper.plan(*integers, *sizes, causal=True, q_data_type=dtype, kv_data_type=dtype)
 
     def tensor(x: jax.Array) -> Any:
         return torch.from_numpy(np.array(x, np.float32)).to("cuda", dtype)
@@ -169,37 +123,10 @@ def flashinfer_cached(case: CacheCase, what: str) -> Ready:
     )  # fmt: skip
 
 
-def _flashinfer() -> tuple[Any, Any]:
-    torch: Any = importlib.import_module("torch")
-    if not torch.cuda.is_available():
-        raise Refused("torch sees no GPU")
-    return importlib.import_module("flashinfer"), torch
-
-
-def _workspace(torch: Any) -> Any:
-    return torch.empty(_WORKSPACE, dtype=torch.uint8, device="cuda")
-
-
-def _integers(torch: Any, x: Array) -> Any:
-    return torch.tensor(np.asarray(x, np.int32), device="cuda")
-
-
-def check_half(dtype: str) -> None:
-    """Refuse other dtypes than those of 16 bits."""
-    _check_dtype(dtype, _HALF)
-
-
-def _check_dtype(dtype: str, dtypes: tuple[str, ...]) -> None:
+def check_dtype(dtype: str, dtypes: tuple[str, ...] = HALF) -> None:
+    """Refuse other dtypes."""
     if dtype not in dtypes:
         raise Refused(f"dtype={dtype!r} must be {' or '.join(dtypes)}")
-
-
-def _terms(case: Case, dtypes: tuple[str, ...]) -> Terms:
-    _check_dtype(case.dtype, dtypes)
-    terms = terms_of(case)
-    if terms.rest is not None:
-        raise Refused(f"mask={terms.rest!r} must be causal, a window, documents or these together")
-    return terms
 
 
 def _documents(case: Case, segments: Segments) -> Array:
@@ -211,7 +138,7 @@ def _documents(case: Case, segments: Segments) -> Array:
 
 
 def _check_cache(case: CacheCase, dtypes: tuple[str, ...]) -> None:
-    _check_dtype(case.dtype, dtypes)
+    check_dtype(case.dtype, dtypes)
     if not (isinstance(case.mask, Causal) and case.mask.offset in (None, 0)) or isinstance(case.cache, WindowCache):
         raise Refused(f"mask={case.mask!r} over a {case.cache.storage} must be Causal() without a window")
     if case.tokens.latent is not None:

@@ -166,7 +166,7 @@ def _torch(case: Case, what: str) -> Ready:
 
 def _cudnn(case: Case, what: str) -> Ready:
     """CuDNN by jax.nn."""
-    device.check_half(case.dtype)
+    device.check_dtype(case.dtype)
     return _like_jax_nn(case, functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), what)
 
 
@@ -181,8 +181,7 @@ PEERS: Final = {
         Peer("tokamax", "tokamax", _tokamax, "tokamax.dot_product_attention"),
         Peer("ejkernel", "ejkernel", _ejkernel, "ejkernel.modules.flash_attention"),
         Peer("cudnn", "jax", _cudnn, "jax.nn.dot_product_attention", _CUDNN_CACHED, _CUDA),
-        Peer("flashinfer", "flashinfer-python", device.flashinfer, "flashinfer", device.flashinfer_cached, _CUDA),
-        Peer("splash", "jax", device.splash, "jax.experimental.pallas.ops.tpu.splash_attention", None, _TPU),
+        Peer("flashinfer", "flashinfer-python", None, "flashinfer", device.flashinfer_cached, _CUDA),
         Peer("flywheel", "flywheel-tpu", device.flywheel, "flywheel_tpu", device.flywheel_cached, _TPU),
         Peer("rpa", "tpu-inference", None, "tpu_inference's ragged_paged_attention v3", device.rpa, _TPU),
     )

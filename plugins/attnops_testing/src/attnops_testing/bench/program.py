@@ -115,22 +115,22 @@ def compile_jax(
     )
 
 
-def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str, heads_first: bool = True) -> Ready:
-    """A torch function as a program, run eagerly.
+def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str) -> Ready:
+    """A torch function as a program, run eagerly. Its tensors have heads before length, the layout that torch prefers.
 
     Args:
         case: the case.
         attend: ``attend(query, key, value)`` of tensors [B, h, T, D] gives the output [B, H, T, D].
         device: "cpu" or "cuda".
         what: what runs, for people to read.
-        heads_first: whether tensors have heads before length, the layout that torch prefers; else [B, T, h, D].
     """
     torch: Any = importlib.import_module("torch")
 
     def tensor(x: Array) -> Any:
-        """A numpy array [B, T, h, D] as a tensor; through float32, since torch does not know numpy's bfloat16."""
-        made = torch.from_numpy(x.astype("float32")).to(device, getattr(torch, case.dtype))
-        return made.transpose(1, 2).contiguous() if heads_first else made
+        """A numpy array [B, T, h, D] as a tensor [B, h, T, D]; through float32, since torch does not know numpy's
+        bfloat16.
+        """
+        return torch.from_numpy(x.astype("float32")).to(device, getattr(torch, case.dtype)).transpose(1, 2).contiguous()
 
     inputs = [tensor(x).requires_grad_(case.backward) for x in case.inputs]
 
@@ -146,7 +146,7 @@ def run_torch(case: Case, attend: Callable[..., Any], device: str, what: str, he
 
     def results(d_out: Array) -> dict[str, Array]:
         outputs = wait(run(tensor(d_out)))
-        arrays = [(x.transpose(1, 2) if heads_first else x).detach().float().cpu().numpy() for x in outputs]
+        arrays = [x.detach().transpose(1, 2).float().cpu().numpy() for x in outputs]
         return dict(zip(RESULTS, arrays, strict=False))
 
     d_out = tensor(case.d_out)

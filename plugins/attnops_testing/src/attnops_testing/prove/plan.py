@@ -55,11 +55,9 @@ def plan(platform: str, operations: Sequence[str], every: bool, limit: float | N
         ValueError: no operation has one of the names, or what one computes has no suite.
     """
     seconds = limit or (_CPU_SECONDS if platform == "cpu" else _SECONDS)
-    found: dict[str, list[str]] = {ATTENTION: []} | {contract: [] for contract in _OTHERS}
-    for contract, name in [_canonical(name, platform, list(found)) for name in operations]:
-        found[contract].append(name)
-    if not operations:
-        found = {contract: kernels(platform, contract) for contract in found}
+    contracts = [ATTENTION, *_OTHERS]
+    named = [_canonical(name, platform, contracts) for name in operations]
+    found = {c: [name for of, name in named if of == c] if named else kernels(platform, c) for c in contracts}
     share = 1 if every or platform != "cpu" else _CPU_SHARE
     steps = [step for contract in _OTHERS for step in _others(contract, found[contract], every, share, seconds)]
     if names := found[ATTENTION]:
@@ -68,22 +66,22 @@ def plan(platform: str, operations: Sequence[str], every: bool, limit: float | N
 
 
 def kernels(platform: str, contract: str = ATTENTION) -> list[str]:
-    """``distribution:operation`` of a contract with a kernel for the platform outside of the core; the native ones if
-    there are none, of attention the core's `flash`.
+    """``distribution:operation`` of a contract with a kernel for the platform outside of the core; if there are none,
+    the class that the others extend, of attention the core's `flash`.
     """
     found = {
         plugin.name: cls
         for plugin in OperationRegistry.plugins(load=True)
         if (cls := plugin.operation_class) is not None and plugin.distribution != CORE and cls.computes == contract
     }
-    native = [f"{CORE}:flash"] if contract == ATTENTION else list(found)
+    native = [f"{CORE}:flash"] if contract == ATTENTION else sorted(found, key=lambda x: len(found[x].__mro__))[:1]
     return [name for name, cls in found.items() if forward_for(cls, platform) != "native"] or native
 
 
 def _canonical(name: str, platform: str, contracts: Sequence[str]) -> tuple[str, str]:
     """The contract, and ``distribution:operation``, of a name."""
     cls = OperationRegistry.get(name, platform)
-    if cls.computes not in contracts:
+    if cls.computes is None or cls.computes not in contracts:
         raise ValueError(f"operation {name!r} computes {cls.computes!r}, which has no suite here: leave it out")
     found = (plugin.name for plugin in OperationRegistry.plugins() if plugin.operation_class is cls)
     return cls.computes, next(found, name)

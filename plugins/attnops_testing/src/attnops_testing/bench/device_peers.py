@@ -31,10 +31,10 @@ def flywheel(case: Case, what: str) -> Ready:
     terms = terms_of(case)
     if terms.rest is not None:
         raise Refused(f"mask={terms.rest!r} must be causal, a window, documents or these together")
-    module: Any = importlib.import_module("flywheel_tpu")
     options = {"causal": terms.causal, "window_size": terms.window or (-1, -1)}
     if case.backward and (terms.window or terms.segments):
         raise Refused("windows and documents have no backward pass")
+    module: Any = importlib.import_module("flywheel_tpu")
     if terms.segments is None:
         return compile_jax(
             case, lambda q, k, v, _: module.flash_attn_func(q, k, v, **options), None, what, heads_first=True

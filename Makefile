@@ -115,7 +115,7 @@ bench: $(VENV)/.test  ## the figures of benchmarks/README.md; torch takes part i
 	$(BIN)/python benchmarks/tpu_schedule.py
 
 $(VENV)/.docs: $(VENV)/.created pyproject.toml $(if $(filter-out docs,$(MAKECMDGOALS)),$(VENV)/.test)
-	$(PIP) $(EDITABLE) ".[docs]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e plugins/attnops_testing -e plugins/attnops_lm -e plugins/attnops_linear
+	$(PIP) $(EDITABLE) ".[docs]" -e plugins/attnops_adapters -e plugins/attnops_cli -e plugins/attnops_caches -e "plugins/attnops_testing[pytest]" -e plugins/attnops_lm -e plugins/attnops_linear
 	@touch $@
 
 docs: $(VENV)/.docs  ## docs/_build/html/index.html; a warning, such as a broken reference, is an error

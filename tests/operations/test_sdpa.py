@@ -8,6 +8,7 @@ from draws import draws
 from hypothesis import given, settings
 
 from attnops import AttentionRequest, OperationMetadata, OperationRegistry, UnsupportedError
+from attnops.operations import sdpa
 from attnops.operations.sdpa import ScaledDotProductAttention
 from attnops_testing.problem import FAST_COMPILE, Problem
 from attnops_testing.strategies import problems
@@ -87,6 +88,15 @@ def test_each_limit_of_cudnn_is_a_reason(changes, text):
     rule = text.partition(": ")[2]
     assert reasons[0].startswith(text)
     assert all(rule in reason for reason in reasons)  # the same rule may be broken by several arguments
+
+
+def test_cudnn_serves_no_gpu_before_sm_80(monkeypatch):
+    """JAX does not look, and XLA's error for a T4, which is sm_75, names no GPU."""
+    operation = ScaledDotProductAttention(OperationMetadata(platform="cuda"))
+    monkeypatch.setattr(sdpa, "_capability", lambda: 7.5)
+    assert [str(x) for x in operation.reasons(request())] == ["GPU=sm_75: must be at least sm_80 for cuDNN's attention"]
+    monkeypatch.setattr(sdpa, "_capability", lambda: 9.0)
+    assert not operation.reasons(request(head_dim=256, value_head_dim=256))
 
 
 def test_lowers_to_cudnn():

@@ -1,6 +1,7 @@
 """The suite as pytest classes: what `refuses` means for behaviours, and kernels that call back to the host."""
 
 import functools
+import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attnops_testing
 from attnops import Limits, OperationMetadata, OperationOutput
 from attnops.operations.vanilla import VanillaAttention
 from attnops_testing import OperationConformance, attention
@@ -107,3 +109,11 @@ def test_of_slow_cases_each_nth_is_not_exhaustive():
     kept = [i for i, case in enumerate(given) if [mark.name for mark in case.marks] == ["slow"]]
     assert kept == list(range(0, len(given), 4))
     assert all({mark.name for mark in case.marks} == {"slow", "exhaustive"} for i, case in enumerate(given) if i % 4)
+
+
+def test_without_pytest_the_suite_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    monkeypatch.delitem(sys.modules, "attnops_testing.conformance")
+    monkeypatch.delattr(attnops_testing, "conformance")
+    with pytest.raises(ModuleNotFoundError, match="OperationConformance needs pytest: pip install 'attnops-testing"):
+        attnops_testing.OperationConformance  # noqa: B018

@@ -109,7 +109,10 @@ class ScaledDotProductAttention(VanillaAttention):
         """The limits of cuDNN's kernel, from ``jax._src.cudnn.fused_attention_stablehlo``."""
         if request.platform != "cuda" or not isinstance(request, AttentionRequest):
             return
-        largest = _largest_cudnn_head_dim()
+        capability = _capability()
+        if capability < 8:
+            yield Reason("GPU", f"sm_{10 * capability:.0f}", "must be at least sm_80 for cuDNN's attention")
+        largest = 256 if capability >= 9 else 128
         if request.head_dim > largest:
             yield Reason("head_dim", request.head_dim, f"must be at most {largest} for cuDNN on this GPU")
         if request.bias_kind and request.needs_grad:
@@ -194,9 +197,8 @@ def _is_plain_causal(structure: MaskStructure, T: int, S: int) -> bool:
     return structure.is_causal and T == S
 
 
-def _largest_cudnn_head_dim() -> int:
+def _capability() -> float:
     try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return 128  # no GPU here, as when exporting: the limit of every generation
-    return 256 if float(device.compute_capability) >= 9.0 else 128
+        return float(jax.local_devices(backend="cuda")[0].compute_capability)
+    except (RuntimeError, AttributeError):
+        return 8.0  # no GPU here, as when exporting: every generation that cuDNN serves has its limits

@@ -34,7 +34,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("Conformance", "OperationConformance"):
-        from attnops_testing import conformance
+        try:
+            from attnops_testing import conformance
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"{name} needs {error.name}: pip install 'attnops-testing[pytest]'") from error
 
         return getattr(conformance, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -235,6 +235,7 @@ def check_against(
     metadata: OperationMetadata | None = None,
     dtypes: Iterable[str] = ("float32",),
     gradients: bool = True,
+    checks: Iterable[str] = ("jit", "eager", "vmap", "deterministic", "negative control"),
 ) -> list[Outcome]:
     """Check an operation that is not softmax attention against a reference.
 
@@ -261,6 +262,7 @@ def check_against(
         metadata: further fields of the operation's metadata.
         dtypes: floating-point arrays are cast to each of these in turn.
         gradients: whether it has a backward pass.
+        checks: names of `CHECKS`.
 
     Returns:
         An outcome for each problem, dtype and check; ``status`` is right, refused, wrong or not run.
@@ -273,5 +275,5 @@ def check_against(
         subject.check(problem, check, dtype, name)
         for name, problem in problems.items()
         for dtype in dtypes
-        for check in CHECKS
+        for check in checks
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,18 +17,22 @@ from typing import Any
 import pytest
 
 from attnops_cli.show import mask_with_values
+from attnops_linear import LinearAttention
+from attnops_linear.testing import PROBLEMS
 from attnops_testing.prove.cases import timed_cases
-from attnops_testing.prove.plan import alone
+from attnops_testing.prove.plan import alone, plan
 from attnops_testing.prove.predicted import _rows, predicted
+from attnops_testing.prove.process import _kill
 from attnops_testing.prove.process import run as run_step
 from attnops_testing.prove.record import Record
 from attnops_testing.prove.report import compare, markdown
 from attnops_testing.prove.step import Ending, Result, Step
+from attnops_testing.prove.work import check_problem
 
 # A kernel that is right but for soft caps, which it ignores; that aborts for calls with sinks; and that never returns
-# for calls with a logsumexp.
+# for calls with a logsumexp, while a process that it started writes a file.
 PLANTED = """
-import os, time
+import os, subprocess, time
 from attnops.operations.vanilla import VanillaAttention
 
 class Planted(VanillaAttention):
@@ -37,8 +43,9 @@ class Planted(VanillaAttention):
     def forward_cpu(self, query, key, value, *, logits_soft_cap=None, sinks=None, return_lse=False):
         if sinks is not None:
             os.abort()
-        while return_lse:
-            time.sleep(1)
+        if return_lse:
+            subprocess.Popen(["sh", "-c", 'while :; do date > "$PLANTED_FILE"; sleep 0.2; done'])
+            time.sleep(1000)
         return self.forward_native(query, key, value)
 """
 # How each row ends that has the feature.
@@ -55,7 +62,8 @@ def planted(tmp_path: Path) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-planted\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[attnops.operations]\nplanted = acme_planted:Planted\n")
     paths = [str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", "COLUMNS": "200",
+                         "PLANTED_FILE": str(tmp_path / "alive")}  # fmt: skip
 
 
 def prove(folder: Path, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +80,7 @@ def endings(folder: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_wrong_kernel_a_hang_and_a_crash_are_rows_and_not_the_end(tmp_path: Path, planted: dict[str, str]) -> None:
-    arguments = "planted", "--section", "First calls", "--section", "Features", "--limit", "8"
+    arguments = "planted", "--section", "First calls", "--section", "Features", "--limit", "15"
     done = prove(tmp_path, planted, *arguments)
     assert done.returncode == 1, done.stderr
     found = endings(tmp_path)
@@ -81,8 +89,12 @@ def test_a_wrong_kernel_a_hang_and_a_crash_are_rows_and_not_the_end(tmp_path: Pa
     by_feature = {name: [x for row, x in found.items() if f"{name} " in f"{row} "] for name in PLANTS}
     assert by_feature == PLANTS
     assert list(found.values())[-1] not in ("crash", "hang")  # others follow
+    # What the hung process started ended with it.
+    written = (tmp_path / "alive").stat().st_mtime_ns
+    time.sleep(1)
+    assert (tmp_path / "alive").stat().st_mtime_ns == written
     report = (tmp_path / "attnops-prove.md").read_text()
-    for text in ("**wrong**", "the process died of SIGABRT", "did not end in 8 s", "acme_planted.py", "What is wrong"):
+    for text in ("**wrong**", "the process died of SIGABRT", "did not end in 15 s", "acme_planted.py", "What is wrong"):
         assert text in report, text
     # Nothing is run again, and the crash of a run that ended in the middle of a step is that step's.
     path = tmp_path / "attnops-prove.json"
@@ -117,7 +129,7 @@ def test_an_unknown_operation_is_named() -> None:
     assert found.ending is Ending.WRONG
     assert "nonesuch" in found.detail
     found = run_step(step("find_machine", operations=["causal_conv1d"], every=False, limit=None))
-    assert "computes 'causal_conv1d', but softmax attention is proven" in found.detail
+    assert "computes 'causal_conv1d', which has no suite here" in found.detail
 
 
 def test_the_first_steps_are_the_smallest_calls() -> None:
@@ -128,6 +140,52 @@ def test_the_first_steps_are_the_smallest_calls() -> None:
     assert list(dict.fromkeys(x.section for x in steps)) == ["First calls", "Features", "Caches", "Behaviours", "Times"]
     assert steps[0].seconds == 7
     assert len({(x.section, x.name) for x in steps}) == len(steps)
+    assert found.value["peers"]["jax.nn"] == ""
+    assert found.value["peers"]["rpa"] == "not on this platform: it runs on tpu, and this is cpu"
+
+
+def test_linear_attention_is_proven_by_its_own_suite() -> None:
+    steps = plan("tpu", ["attnops-linear:linear_attention"], every=False, limit=None)
+    assert [x.arguments["problem"] for x in steps] == list(PROBLEMS)
+    found = [x for x in plan("cpu", [], every=False, limit=None) if x.section == "Linear attention"]
+    assert 8 < len(found) < len(steps) / 2
+    assert {"T = 2", "documents and padding"} & {x.arguments["problem"] for x in found}
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_of_linear_attention_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, name, problem = "attnops_linear.testing", "attnops-linear:linear_attention", "T = 2"
+    assert check_problem(module, name, problem, every=False)[:2] == (Ending.RIGHT, "")
+    right = LinearAttention.forward_native
+    changed = functools.wraps(right)(lambda self, query, *others, **options: right(self, 2 * query, *others, **options))
+    monkeypatch.setattr(LinearAttention, "forward_native", changed)
+    ending, detail, _ = check_problem(module, name, problem, every=False)
+    assert ending is Ending.WRONG
+    assert "T = 2 float32 jit: output 0" in detail
+
+
+class Stuck:
+    """A process in a driver's call that never returns."""
+
+    pid = None
+    killed = False
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def join(self, timeout: float | None = None) -> None:
+        assert timeout is not None, "it never ends"
+
+    def is_alive(self) -> bool:
+        return True
+
+
+def test_a_process_that_can_not_be_killed_is_left_behind() -> None:
+    stuck = Stuck()
+    multiprocessing.process._children.add(stuck)
+    assert not _kill(stuck)
+    assert stuck.killed
+    assert stuck not in multiprocessing.process._children  # for which Python would wait at its end
 
 
 def test_a_process_that_raises_is_a_crash_with_its_output() -> None:
@@ -139,7 +197,8 @@ def test_a_process_that_raises_is_a_crash_with_its_output() -> None:
 def record(*results: tuple[str, Result], versions: str = "1") -> Record:
     machine = {"processor": "acme", "cores": 2, "devices": ["cpu"], "versions": {"jax": versions}}
     steps = [Step("Times", name, "measure_times", {"contenders": ["a", "b"]}, 1) for name, _ in results]
-    return Record(machine, [], steps, {("Times", name): result for name, result in results})
+    absent = {"rpa": "not on this platform: it runs on tpu", "jax.nn": ""}
+    return Record(machine, [], steps, {("Times", name): result for name, result in results}, peers=absent)
 
 
 def timed(seconds: float, **more: Any) -> dict[str, Any]:
@@ -158,6 +217,8 @@ def test_a_report_has_times_beside_the_best_peer_and_a_comparison_has_ratios() -
     # 2 × 8 × 1,024² × 64 products of a causal mask in 2 ms.
     assert "| causal | flash | 2.000 | 2.000 | 0.54 | 2.00 × |  | 1 |  |" in text
     assert "**hang**: slow" in text
+    assert "| every call | rpa | | | | | | | not on this platform: it runs on tpu |" in text
+    assert "| every call | jax.nn |" not in text
     compared = compare(one, other)
     assert "1 of 2 steps ended alike" in compared
     assert "| Times: cut | hang | right |" in compared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnops.typing import PyTree
 
 
-def jax_nn(case: CacheCase, what: str) -> Ready:
+def jax_nn(case: CacheCase, what: str, implementation: Literal["cudnn"] | None = None) -> Ready:
     """`jax.nn.dot_product_attention` with ``key_value_seq_lengths``, and a mask array if lengths do not suffice."""
     tokens = case.tokens
     if tokens.latent is not None:
@@ -30,7 +30,9 @@ def jax_nn(case: CacheCase, what: str) -> Ready:
     mask = None if whole or sees_all(case) else jnp.asarray(mask_array(case, tokens.S))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array | None, lengths: PyTree) -> jax.Array:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=whole, **lengths)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=whole, implementation=implementation, **lengths
+        )
 
     names = " and ".join([*lengths, *(["is_causal"] if whole else [] if mask is None else ["a mask array"])])
     return compiled(case, attend, (*tokens.plain(case.cache.codec), mask, lengths), f"{what} with {names}", plain=True)
@@ -115,15 +117,18 @@ def mask_array(case: CacheCase, columns: int) -> Array:
     return mask
 
 
-def compiled(case: CacheCase, function: Any, arguments: tuple[Any, ...], what: str, *, plain: bool = False) -> Ready:
+def compiled(
+    case: CacheCase, function: Any, arguments: tuple[Any, ...], what: str, *, plain: bool = False, donated: bool = False
+) -> Ready:
     """A JAX function as a program.
 
     Args:
         case: the case.
-        function: returns the output [B, T, H, Dv], or [1, N, H, Dv] for packed rows.
+        function: returns the output [B, T, H, Dv], or [1, N, H, Dv] for packed rows; [N, H, Dv] of all rows too.
         arguments: the function's arguments.
         what: what runs, for people to read.
         plain: whether the function reads plain arrays, never packed; False if it reads the cache.
+        donated: whether the first argument is donated, and replaced by the second result: a kernel may update it.
 
     Raises:
         attnops_testing.bench.case.Refused: it needs more than the memory limit.
@@ -131,19 +136,28 @@ def compiled(case: CacheCase, function: Any, arguments: tuple[Any, ...], what: s
     start = time.perf_counter()
     # All contenders multiply float32 matrices in full float32, as attnops does by default.
     with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
-        program = jax.jit(function).lower(*arguments).compile()
+        program = jax.jit(function, donate_argnums=0 if donated else ()).lower(*arguments).compile()
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     if memory is not None:
         sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes
         case.check_memory(sum(sizes), "it")
 
+    held, others = arguments[:1], arguments[1:]
+
+    def run() -> jax.Array:
+        nonlocal held
+        if not donated:
+            return program(*arguments)
+        out, *held = program(*held, *others)
+        return out
+
     def results(d_out: Array) -> dict[str, Array]:
-        out = np.asarray(program(*arguments))
-        return {"output": out if plain else case.unpacked(out)}
+        out = np.asarray(run())
+        return {"output": out if plain and out.ndim == 4 else case.unpacked(out)}
 
     return Ready(
-        run=lambda: program(*arguments),
+        run=run,
         wait=jax.block_until_ready,
         results=results,
         what=what,

@@ -112,9 +112,10 @@ class CacheCase:
         return jnp.asarray(query), {"query_lengths": jnp.asarray(counts, jnp.int32)}
 
     def unpacked(self, out: Array) -> Array:
-        """The output of `call` as [B, T, H, Dv]; 0 where there is no query."""
-        if not self.packed:
+        """An output of `call`, or [N, H, Dv] of all rows, as [B, T, H, Dv]; 0 where there is no query."""
+        if not self.packed and out.ndim == 4:
             return out
+        out = out.reshape(1, -1, *out.shape[-2:])
         spread = np.zeros((self.tokens.batch, self.tokens.T, *out.shape[2:]), out.dtype)
         first = 0
         for row, count in enumerate(self.tokens.queries):

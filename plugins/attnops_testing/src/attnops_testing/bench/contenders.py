@@ -6,21 +6,22 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.explain import explain
 from attnops.dispatch.metadata import OperationMetadata
 from attnops.dispatch.operation import ATTENTION
+from attnops.dispatch.platforms import platform_of
 from attnops.dispatch.registry import OperationRegistry
 from attnops.errors import PluginError, UnsupportedError
 from attnops_testing.bench.cache_peers import compiled
 from attnops_testing.bench.caches import CacheCase
 from attnops_testing.bench.case import Case, Refused
-from attnops_testing.bench.peers import PEERS, missing_peers
+from attnops_testing.bench.peers import PEERS
 from attnops_testing.bench.program import Contender, Ready, compile_jax
 
 if TYPE_CHECKING:
-    import jax
-
     from attnops.masks import Mask
     from attnops_caches import Cache
 
@@ -30,7 +31,7 @@ def find(names: Sequence[str] | None = None) -> list[Contender]:
 
     Args:
         names: names of operations, also ``distribution:operation``, or of peers. None: every installed operation that
-            computes attention, except `auto`, which picks one of the others, and every installed peer.
+            computes attention, except `auto`, which picks one of the others, and every installed peer that runs here.
 
     Raises:
         ValueError: no operation or peer has the name.
@@ -38,8 +39,8 @@ def find(names: Sequence[str] | None = None) -> list[Contender]:
     if names is not None:
         return [PEERS[name].contender if name in PEERS else operation(name) for name in dict.fromkeys(names)]
     operations = [name for name in OperationRegistry.list_implementations() if name != "auto" and _is_attention(name)]
-    missing = missing_peers()
-    return [operation(name) for name in operations] + [p.contender for p in PEERS.values() if p not in missing]
+    platform = platform_of(jax.devices()[0])
+    return [operation(name) for name in operations] + [p.contender for p in PEERS.values() if not p.absent(platform)]
 
 
 def operation(name: str) -> Contender:

@@ -15,8 +15,8 @@ import jax
 
 # Packages on whose versions figures depend.
 _VERSIONS: Final = (
-    "attnops", "attnops-cpu", "attnops-triton", "jax", "jaxlib", "flax", "numpy", "triton", "torch", "tokamax",
-    "ejkernel", "ringattention",
+    "attnops", "attnops-cpu", "attnops-triton", "jax", "jaxlib", "libtpu", "flax", "numpy", "triton", "torch",
+    "tokamax", "ejkernel", "ringattention", "flywheel-tpu", "tpu-inference", "flashinfer-python",
 )  # fmt: skip
 # The share of the memory that a contender may use; the system and the inputs need some too.
 _SHARE: Final = 0.5

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 
-from attnops.masks import And, Causal, Full, Mask, Segments, SlidingWindow
+from attnops.dispatch.platforms import platform_of
+from attnops.masks import SlidingWindow
 from attnops_testing.bench import cache_peers
+from attnops_testing.bench import device_peers as device
 from attnops_testing.bench.caches import CacheCase
 from attnops_testing.bench.case import Case, Refused
 from attnops_testing.bench.program import Contender, Ready, compile_jax, run_torch
+from attnops_testing.bench.terms import Terms, all_of, terms_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,23 +29,33 @@ class Peer:
 
     Attributes:
         name: the name on the command line and in the table.
-        package: the package that pip installs and Python imports.
-        adapt: makes the program for a case.
-        function: the full name of the function that is called.
-        adapt_cache: makes the program for a call over a cache, from the case and the function's name and version; None
-            if the peer is not measured over caches.
+        package: the package that pip installs.
+        adapt: makes the program for a case, from it and the function's name and version; None if the peer is measured
+            over caches alone.
+        function: what is called, for people to read.
+        adapt_cache: the same for a call over a cache; None if the peer is not measured over caches.
+        platforms: where it runs; empty for everywhere.
     """
 
     name: str
     package: str
-    adapt: Callable[[Case], Ready]
+    adapt: Callable[[Case, str], Ready] | None
     function: str = ""
     adapt_cache: Callable[[CacheCase, str], Ready] | None = None
+    platforms: tuple[str, ...] = ()
 
     @property
     def installed(self) -> bool:
         """Whether the package is installed; it is not imported."""
-        return importlib.util.find_spec(self.package) is not None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return bool(importlib.metadata.version(self.package))
+        return False
+
+    def absent(self, platform: str) -> str:
+        """Why it can't be measured on a platform; empty if it can."""
+        if self.platforms and platform not in self.platforms:
+            return f"not on this platform: it runs on {' and '.join(self.platforms)}, and this is {platform}"
+        return "" if self.installed else f"{self.package} is not installed: pip install {self.package}"
 
     @property
     def contender(self) -> Contender:
@@ -50,10 +63,12 @@ class Peer:
         return Contender(self.name, self._prepare, is_peer=True)
 
     def _prepare(self, case: Case | CacheCase) -> Ready:
-        if not self.installed:
-            raise Refused(f"{self.package} is not installed: pip install {self.package}")
+        if reason := self.absent(platform_of(jax.devices()[0])):
+            raise Refused(reason)
         if isinstance(case, Case):
-            return self.adapt(case)
+            if self.adapt is None:
+                raise Refused("it is measured over caches alone")
+            return self.adapt(case, self.describe())
         if self.adapt_cache is None:
             raise Refused("it is not measured over caches")
         return self.adapt_cache(case, self.describe())
@@ -64,81 +79,38 @@ class Peer:
 
 
 def missing_peers() -> list[Peer]:
-    """The peers that are not installed."""
-    return [peer for peer in PEERS.values() if not peer.installed]
+    """The peers for this platform that are not installed."""
+    platform = platform_of(jax.devices()[0])
+    return [peer for peer in PEERS.values() if not peer.installed and platform in (peer.platforms or (platform,))]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Terms:
-    """A mask as a conjunction of the masks for which peers have arguments.
-
-    Attributes:
-        causal: no query sees a key after it. With T = S top-left and bottom-right alignment are the same.
-        window: the number of keys before and after each query's position, without the key at that position.
-        segments: segment ids.
-        rest: the mask for which peers have no argument, to be passed as an array.
-    """
-
-    causal: bool = False
-    window: tuple[int, int] | None = None
-    segments: Segments | None = None
-    rest: Mask | None = None
-
-
-def _terms(case: Case) -> _Terms:
-    terms = _Terms()
-    parts = [] if case.mask is None else [case.mask]
-    while parts:
-        part = parts.pop()
-        match part:
-            case And(left, right):
-                parts += [right, left]
-            case Full():
-                pass
-            case Causal(offset=None | 0):
-                terms = dataclasses.replace(terms, causal=True)
-            case SlidingWindow(int() | None, int() | None, offset=None | 0) if terms.window is None:
-                before, after = (case.length if side is None else side for side in (part.left, part.right))
-                terms = dataclasses.replace(terms, window=(before, after))
-            case Segments(kv_ids=None) if terms.segments is None:
-                terms = dataclasses.replace(terms, segments=part)
-            case _:
-                terms = dataclasses.replace(terms, rest=part if terms.rest is None else terms.rest & part)
-    return terms
-
-
-def _all(*masks: Mask | None) -> Mask | None:
-    given = [mask for mask in masks if mask is not None]
-    return functools.reduce(And, given) if given else None
-
-
-def _jax_nn(case: Case) -> Ready:
+def _jax_nn(case: Case, what: str) -> Ready:
     """`jax.nn.dot_product_attention`: causal and window as arguments, the rest as an array."""
-    return _like_jax_nn(case, jax.nn.dot_product_attention, PEERS["jax.nn"].describe())
+    return _like_jax_nn(case, jax.nn.dot_product_attention, what)
 
 
-def _flax(case: Case) -> Ready:
+def _flax(case: Case, what: str) -> Ready:
     """`flax.nnx.dot_product_attention`: causal as an argument, the rest as an array."""
     nnx: Any = importlib.import_module("flax.nnx")
-    terms = _terms(case)
+    terms = terms_of(case)
     window = None if terms.window is None else SlidingWindow(*terms.window)
-    dense = case.dense(_all(window, terms.segments, terms.rest))
+    dense = case.dense(all_of(window, terms.segments, terms.rest))
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
         return nnx.dot_product_attention(query, key, value, mask=mask, is_causal=terms.causal)
 
-    return compile_jax(case, attend, dense, PEERS["flax.nnx"].describe())
+    return compile_jax(case, attend, dense, what)
 
 
-def _tokamax(case: Case) -> Ready:
+def _tokamax(case: Case, what: str) -> Ready:
     """`tokamax.dot_product_attention`, which has jax.nn's arguments and picks its implementation by device."""
     tokamax = importlib.import_module("tokamax")
-    return _like_jax_nn(case, tokamax.dot_product_attention, PEERS["tokamax"].describe())
+    return _like_jax_nn(case, tokamax.dot_product_attention, what)
 
 
 def _like_jax_nn(case: Case, function: Callable[..., jax.Array], what: str) -> Ready:
-    terms = _terms(case)
-    dense = case.dense(_all(terms.segments, terms.rest))
+    terms = terms_of(case)
+    dense = case.dense(all_of(terms.segments, terms.rest))
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None) -> jax.Array:
         return function(
@@ -148,17 +120,17 @@ def _like_jax_nn(case: Case, function: Callable[..., jax.Array], what: str) -> R
     return compile_jax(case, attend, dense, what)
 
 
-def _ejkernel(case: Case) -> Ready:
+def _ejkernel(case: Case, what: str) -> Ready:
     """`ejkernel.modules.flash_attention`: causal, window and segments as arguments, or the whole mask as an array."""
     flash_attention = importlib.import_module("ejkernel.modules").flash_attention
     MaskInfo = importlib.import_module("ejkernel.types").MaskInfo
-    terms = _terms(case)
+    terms = terms_of(case)
     precision = jax.lax.Precision.HIGHEST if case.dtype == "float32" else jax.lax.Precision.DEFAULT
     if terms.rest is not None:
         extra = case.dense(case.mask)
         assert extra is not None
         extra = jnp.broadcast_to(extra, (case.batch, *extra.shape[1:]))  # ejkernel does not broadcast a batch of 1
-        terms = _Terms()
+        terms = Terms()
     else:
         ids = None if terms.segments is None else terms.segments.bind(*case.shape).q_ids
         extra = None if ids is None else jnp.broadcast_to(jnp.asarray(ids), (case.batch, case.length))
@@ -171,27 +143,35 @@ def _ejkernel(case: Case) -> Ready:
             query, key, value, mask_info=info, causal=terms.causal, sliding_window=terms.window, precision=precision
         )  # fmt: skip
 
-    return compile_jax(case, attend, extra, PEERS["ejkernel"].describe())
+    return compile_jax(case, attend, extra, what)
 
 
-def _torch(case: Case) -> Ready:
+def _torch(case: Case, what: str) -> Ready:
     """`torch.nn.functional.scaled_dot_product_attention`, eager: ``is_causal``, or the whole mask as an array.
 
     It runs on CUDA if both torch and JAX find a GPU.
     """
     torch: Any = importlib.import_module("torch")
-    device = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
-    if (device == "cpu") != (jax.default_backend() == "cpu"):
+    on = "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
+    if (on == "cpu") != (jax.default_backend() == "cpu"):
         raise Refused(f"this torch does not run on {jax.default_backend()}, where JAX does")
-    terms = _terms(case)
-    only_causal = terms == _Terms(causal=True)
-    dense = None if only_causal else case.dense(_all(case.mask if terms != _Terms() else None))
-    mask = None if dense is None else torch.from_numpy(jax.device_get(dense).copy()).to(device)
+    terms = terms_of(case)
+    only_causal = terms == Terms(causal=True)
+    dense = None if only_causal else case.dense(all_of(case.mask if terms != Terms() else None))
+    mask = None if dense is None else torch.from_numpy(jax.device_get(dense).copy()).to(on)
     options = {"attn_mask": mask, "is_causal": only_causal, "enable_gqa": case.heads != case.K}
     function = functools.partial(torch.nn.functional.scaled_dot_product_attention, **options)
-    return run_torch(case, function, device, f"{PEERS['torch'].describe()} on {device}")
+    return run_torch(case, function, on, f"{what} on {on}")
 
 
+def _cudnn(case: Case, what: str) -> Ready:
+    """CuDNN by jax.nn."""
+    device.check_dtype(case.dtype)
+    return _like_jax_nn(case, functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), what)
+
+
+_CUDA, _TPU = ("cuda",), ("tpu",)
+_CUDNN_CACHED = functools.partial(cache_peers.jax_nn, implementation="cudnn")
 PEERS: Final = {
     peer.name: peer
     for peer in (
@@ -200,5 +180,9 @@ PEERS: Final = {
         Peer("torch", "torch", _torch, "torch.nn.functional.scaled_dot_product_attention", cache_peers.torch),
         Peer("tokamax", "tokamax", _tokamax, "tokamax.dot_product_attention"),
         Peer("ejkernel", "ejkernel", _ejkernel, "ejkernel.modules.flash_attention"),
+        Peer("cudnn", "jax", _cudnn, "jax.nn.dot_product_attention", _CUDNN_CACHED, _CUDA),
+        Peer("flashinfer", "flashinfer-python", None, "flashinfer", device.flashinfer_cached, _CUDA),
+        Peer("flywheel", "flywheel-tpu", device.flywheel, "flywheel_tpu", device.flywheel_cached, _TPU),
+        Peer("rpa", "tpu-inference", None, "tpu_inference's ragged_paged_attention v3", device.rpa, _TPU),
     )
 }

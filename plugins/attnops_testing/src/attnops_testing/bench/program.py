@@ -60,8 +60,9 @@ class Contender:
 
 
 def compile_jax(
-    case: Case, attend: Callable[[jax.Array, jax.Array, jax.Array, PyTree], jax.Array], extra: PyTree, what: str
-) -> Ready:
+    case: Case, attend: Callable[[jax.Array, jax.Array, jax.Array, PyTree], jax.Array], extra: PyTree, what: str,
+    heads_first: bool = False,
+) -> Ready:  # fmt: skip
     """A JAX function as a program.
 
     Args:
@@ -69,6 +70,7 @@ def compile_jax(
         attend: ``attend(query, key, value, extra)`` gives the output [B, T, H, D].
         extra: a pytree of further arguments of ``attend``.
         what: what runs, for people to read.
+        heads_first: whether ``attend`` has arrays [B, h, T, D], which are made before it is timed.
 
     Raises:
         attnops_testing.bench.case.Refused: it needs more than the memory limit.
@@ -83,9 +85,12 @@ def compile_jax(
     def forward(query: jax.Array, key: jax.Array, value: jax.Array, extra: PyTree) -> tuple[jax.Array, ...]:
         return (attend(query, key, value, extra),)
 
+    def laid(x: Any) -> Any:
+        return x.swapaxes(1, 2) if heads_first else x
+
     function: Callable[..., tuple[jax.Array, ...]] = both if case.backward else forward
-    arguments = (*case.device_inputs, extra)
-    cotangent = (jnp.asarray(case.d_out),) if case.backward else ()
+    arguments = (*map(laid, case.device_inputs), extra)
+    cotangent = (laid(jnp.asarray(case.d_out)),) if case.backward else ()
     start = time.perf_counter()
     # All contenders multiply float32 matrices in full float32, as attnops does by default.
     with jax.default_matmul_precision("highest" if case.dtype == "float32" else "default"):
@@ -97,8 +102,8 @@ def compile_jax(
         case.check_memory(sum(sizes), "it")
 
     def results(d_out: Array) -> dict[str, Array]:
-        outputs = compiled(*arguments, *((jnp.asarray(d_out),) if case.backward else ()))
-        return {name: np.asarray(x) for name, x in zip(RESULTS, outputs, strict=False)}
+        outputs = compiled(*arguments, *((laid(jnp.asarray(d_out)),) if case.backward else ()))
+        return {name: laid(np.asarray(x)) for name, x in zip(RESULTS, outputs, strict=False)}
 
     return Ready(
         run=lambda: compiled(*arguments, *cotangent),

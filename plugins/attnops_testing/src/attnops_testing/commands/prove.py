@@ -27,7 +27,7 @@ def command(
         list[str] | None,
         typer.Argument(
             help="Names of operations, also distribution:operation.",
-            show_default="softmax attention with a kernel for this device",
+            show_default="those with a kernel for this device",
         ),
     ] = None,
     report: Annotated[
@@ -50,10 +50,10 @@ def command(
 ) -> None:
     """Prove the kernels of this machine's device: a report to keep, or to send with an issue.
 
-    First calls come first, the smallest before the others, then every feature, caches and behaviours, each compared
-    with the float64 oracle; then times beside installed peers, with memory and with the times that static counts
-    predict. Each check runs in a process of its own with a time limit: a crash or a hang is a row of the report. A run
-    that was stopped goes on where it ended.
+    First calls come first, the smallest before the others, then every feature, caches and behaviours, and linear
+    attention if attnops-linear is installed, each compared with a float64 oracle; then times next to those of installed
+    peers, with memory and with the times that static counts predict. Each check runs in a process of its own with a
+    time limit: a crash or a hang is a row of the report. A run that was stopped goes on where it ended.
 
     Exits with 1 if anything is wrong, crashed or hung, with 2 if the arguments are invalid, with 130 if it was stopped.
     """
@@ -105,7 +105,7 @@ def _begin(operations: list[str], every: bool, limit: float | None, sections: li
         if name not in known:
             raise ValueError(f"section {name!r} is unknown; there are {', '.join(known)}")
     chosen = [step for step in steps if not sections or step.section in sections]
-    return Record(found.value["machine"], found.value["problems"], chosen)
+    return Record(found.value["machine"], found.value["problems"], chosen, peers=found.value["peers"])
 
 
 def _run(record: Record, path: Path) -> None:

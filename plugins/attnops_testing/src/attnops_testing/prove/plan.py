@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from attnops.dispatch.forwards import forward_for
+from attnops.dispatch.operation import ATTENTION
 from attnops.dispatch.plugins import CORE
 from attnops.dispatch.registry import OperationRegistry
-from attnops_testing.bench import PEERS, missing_peers
+from attnops_testing.bench import PEERS
 from attnops_testing.prove.cases import timed_cases
 from attnops_testing.prove.step import Step
 from attnops_testing.suite import SUITE
@@ -32,6 +35,10 @@ _ALL: Final = {
     "Features": ("feature",), "Long problems": ("long",), "Caches": ("caches",),
     "Pairs of features": ("sampled_pair",), "Behaviours": ("behaviour", "memory_growth"),
 }  # fmt: skip
+# On a CPU one in so many of their problems is checked: each compiles for some 15 seconds.
+_CPU_SHARE: Final = 3
+# Suites of other contracts than attention: the section, and the module with `PROBLEMS` and `check`.
+_OTHERS: Final = {"linear_attention": ("Linear attention", "attnops_linear.testing")}
 
 
 def plan(platform: str, operations: Sequence[str], every: bool, limit: float | None) -> list[Step]:
@@ -39,39 +46,50 @@ def plan(platform: str, operations: Sequence[str], every: bool, limit: float | N
 
     Args:
         platform: the platform of this machine's device.
-        operations: names; empty for those with a kernel for the platform, and the core's `flash` if there are none.
+        operations: names; empty for those of each contract with a kernel for the platform, and the native one if there
+            are none.
         every: whether each feature is checked alone too, as `attnops check --all` does.
         limit: seconds for a check; None for 60 on CPUs and 240 on accelerators.
 
     Raises:
-        ValueError: no operation has one of the names, or one computes no softmax attention.
+        ValueError: no operation has one of the names, or what one computes has no suite.
     """
-    names = [_canonical(name, platform) for name in operations] or kernels(platform)
     seconds = limit or (_CPU_SECONDS if platform == "cpu" else _SECONDS)
-    return [*_checks(names, every, seconds), *_times(platform, names, seconds)]
+    contracts = [ATTENTION, *_OTHERS]
+    named = [_canonical(name, platform, contracts) for name in operations]
+    found = {c: [name for of, name in named if of == c] if named else kernels(platform, c) for c in contracts}
+    share = 1 if every or platform != "cpu" else _CPU_SHARE
+    steps = [step for contract in _OTHERS for step in _others(contract, found[contract], every, share, seconds)]
+    if names := found[ATTENTION]:
+        return [*_checks(names, every, seconds), *steps, *_times(platform, names, seconds)]
+    return steps
 
 
-def kernels(platform: str) -> list[str]:
-    """``distribution:operation`` of softmax attention with a kernel for the platform outside of the core; the core's
-    `flash` if there are none.
+def kernels(platform: str, contract: str = ATTENTION) -> list[str]:
+    """``distribution:operation`` of a contract with a kernel for the platform outside of the core; if there are none,
+    the class that the others extend, of attention the core's `flash`.
     """
-    found = [
-        plugin.name
+    found = {
+        plugin.name: cls
         for plugin in OperationRegistry.plugins(load=True)
-        if (cls := plugin.operation_class) is not None
-        and plugin.distribution != CORE
-        and cls.computes == "attention"
-        and forward_for(cls, platform) != "native"
-    ]
-    return found or [f"{CORE}:flash"]
+        if (cls := plugin.operation_class) is not None and plugin.distribution != CORE and cls.computes == contract
+    }
+    native = [f"{CORE}:flash"] if contract == ATTENTION else sorted(found, key=lambda x: len(found[x].__mro__))[:1]
+    return [name for name, cls in found.items() if forward_for(cls, platform) != "native"] or native
 
 
-def _canonical(name: str, platform: str) -> str:
-    """``distribution:operation`` of a name."""
+def _canonical(name: str, platform: str, contracts: Sequence[str]) -> tuple[str, str]:
+    """The contract, and ``distribution:operation``, of a name."""
     cls = OperationRegistry.get(name, platform)
-    if cls.computes != "attention":
-        raise ValueError(f"operation {name!r} computes {cls.computes!r}, but softmax attention is proven: leave it out")
-    return next((plugin.name for plugin in OperationRegistry.plugins() if plugin.operation_class is cls), name)
+    if cls.computes is None or cls.computes not in contracts:
+        raise ValueError(f"operation {name!r} computes {cls.computes!r}, which has no suite here: leave it out")
+    found = (plugin.name for plugin in OperationRegistry.plugins() if plugin.operation_class is cls)
+    return cls.computes, next(found, name)
+
+
+def absent_peers(platform: str) -> dict[str, str]:
+    """Why each peer can't be measured on a platform; empty if it can."""
+    return {name: peer.absent(platform) for name, peer in PEERS.items()}
 
 
 def _checks(names: Sequence[str], every: bool, seconds: float) -> Iterator[Step]:
@@ -90,11 +108,20 @@ def _checks(names: Sequence[str], every: bool, seconds: float) -> Iterator[Step]
                         yield step(section, SUITE[name].name(case), operation, name, case)
 
 
+def _others(contract: str, names: Sequence[str], every: bool, share: int, seconds: float) -> Iterator[Step]:
+    """The problems of another contract's suite, or one in ``share``, if its distribution is installed."""
+    section, module = _OTHERS[contract]
+    for problem in list(importlib.import_module(module).PROBLEMS)[::share] if names else ():
+        for name in names:
+            arguments = {"module": module, "operation": name, "problem": problem, "every": every}
+            yield Step(section, f"{name}: {problem}", "check_problem", arguments, 2 * seconds)  # to compile
+
+
 def _times(platform: str, names: Sequence[str], seconds: float) -> Iterator[Step]:
-    missing = missing_peers()
-    peers = [name for name, peer in PEERS.items() if peer not in missing]
+    present = [PEERS[name] for name, reason in absent_peers(platform).items() if not reason]
     others = [name for name in ("sdpa",) if name not in names]
     for case in timed_cases(platform):
+        peers = [peer.name for peer in present if (peer.adapt_cache if case.cache else peer.adapt) is not None]
         contenders = [*names, *others, *peers]
         yield Step(
             TIMES, case.name, "measure_times",

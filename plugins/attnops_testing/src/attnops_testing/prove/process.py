@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,12 +27,15 @@ _WORK: Final = "attnops_testing.prove.work"
 _BEFORE: Final = 2.0
 _AFTER: Final = 60
 _LINES: Final = 40
+# How long a killed process may take to end. One in a driver's call may never end, and the others go on without it.
+_END: Final = 10.0
 
 
 def run(step: Step) -> Result:
     """Run a step in a process of its own.
 
-    The process is killed after ``step.seconds``. Its output is kept, and is part of the result if it crashed or hung.
+    The process, and what it started, are killed after ``step.seconds``. Its output is kept, and is part of the result
+    if it crashed or hung.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer, output = Path(folder, "answer"), Path(folder, "output")
@@ -41,8 +46,7 @@ def run(step: Step) -> Result:
             process.join(step.seconds)
             hung = process.is_alive()
         finally:  # also where this process is stopped
-            process.kill()
-            process.join()
+            ended = _kill(process)
         seconds = time.perf_counter() - start
         if answer.exists() and not hung:
             given = json.loads(answer.read_text())
@@ -50,8 +54,21 @@ def run(step: Step) -> Result:
         printed = output.read_text(errors="replace") if output.exists() else ""
         last = "\n".join(printed.splitlines()[-_LINES:])
         if hung:
-            return Result(Ending.HANG, f"did not end in {step.seconds:g} s and was killed", seconds, output=last)
+            what = "was killed" if ended else "can't be killed: a driver may hold it, and the device"
+            return Result(Ending.HANG, f"did not end in {step.seconds:g} s and {what}", seconds, output=last)
         return Result(Ending.CRASH, _exit(process.exitcode), seconds, output=last)
+
+
+def _kill(process: BaseProcess) -> bool:
+    """Kill a process and all that it started, such as compilers; whether it ended."""
+    if process.pid is not None and hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has no group yet, or all ended
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join(_END)
+    if process.is_alive():
+        multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # Python waits for them at its end
+    return not process.is_alive()
 
 
 def _exit(code: int | None) -> str:
@@ -74,6 +91,8 @@ def _context() -> ForkServerContext | SpawnContext:
 
 def _child(step: dict[str, Any], answer: str, output: str) -> None:
     """Run the step's function, and write its answer as a whole; everything printed goes to the file ``output``."""
+    if hasattr(os, "setsid"):  # a group of its own, which is killed as a whole
+        os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)

@@ -20,6 +20,7 @@ class Record:
         steps: the steps of the run, in order.
         results: the results so far, by section and name.
         running: the section and name of the step that runs; None between steps.
+        peers: why each peer is not measured here, by its name; empty if it is.
     """
 
     machine: dict[str, Any]
@@ -27,6 +28,7 @@ class Record:
     steps: list[Step]
     results: dict[tuple[str, str], Result] = dataclasses.field(default_factory=dict)
     running: tuple[str, str] | None = None
+    peers: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Record:
@@ -43,7 +45,7 @@ class Record:
                 for row in fields["results"]
             }
             running = fields["running"] and tuple(fields["running"])
-            return cls(fields["machine"], fields["problems"], steps, results, running)
+            return cls(fields["machine"], fields["problems"], steps, results, running, fields["peers"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a record of attnops prove: {error!r}; give another file") from None
 
@@ -56,6 +58,7 @@ class Record:
         fields = {
             "machine": self.machine, "problems": self.problems,
             "steps": [dataclasses.asdict(step) for step in self.steps], "results": rows, "running": self.running,
+            "peers": self.peers,
         }  # fmt: skip
         part = path.with_name(path.name + ".part")
         part.write_text(json.dumps(fields, indent=1) + "\n")

@@ -67,6 +67,7 @@ def _times(record: Record, rows: Sequence[tuple[str, Result]]) -> Iterator[str]:
             state = "" if m["status"] == "ok" else f"{m['status']}: {_cell(m['reason'])}"
             cells = name, m["name"], _ms(best), _ms(median), _rate(m), ratio, model, memory, state
             yield f"| {' | '.join(cells)} |"
+    yield from (f"| every call | {name} | | | | | | | {_cell(why)} |" for name, why in record.peers.items() if why)
 
 
 def _rate(m: dict[str, Any]) -> str:

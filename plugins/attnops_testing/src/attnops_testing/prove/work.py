@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from attnops.dispatch.platforms import platform_of
 from attnops_cli.doctor import examine
 from attnops_testing.bench import describe_machine, find, measure
 from attnops_testing.prove.cases import TimedCase
-from attnops_testing.prove.plan import plan
+from attnops_testing.prove.plan import absent_peers, plan
 from attnops_testing.prove.step import Ending
 from attnops_testing.runner import Outcome, Status, Subject
 from attnops_testing.suite import SUITE, make_cpu_devices
@@ -31,6 +32,7 @@ def find_machine(operations: Sequence[str], every: bool, limit: float | None) ->
     value = {
         "machine": describe_machine(),
         "problems": [dataclasses.asdict(problem) for problem in report.problems],
+        "peers": absent_peers(platform),
         "steps": [dataclasses.asdict(step) for step in steps],
     }  # fmt: skip
     return Ending.RIGHT, "", value
@@ -41,6 +43,13 @@ def check(operation: str, part: str, case: Any, mode: str) -> Answer:
     make_cpu_devices()
     case = case if isinstance(case, str) else tuple(case)
     outcomes = SUITE[part].check(Subject(operation=operation, mode=mode), case)
+    return _worst(outcomes), _details(outcomes), [dataclasses.asdict(outcome) for outcome in outcomes]
+
+
+def check_problem(module: str, operation: str, problem: str, every: bool) -> Answer:
+    """The outcomes of a problem of another contract's suite: values and gradients under `jax.jit`, or every check."""
+    options = {} if every else {"checks": ("jit",)}
+    outcomes = importlib.import_module(module).check(operation, [problem], **options)
     return _worst(outcomes), _details(outcomes), [dataclasses.asdict(outcome) for outcome in outcomes]
 
 

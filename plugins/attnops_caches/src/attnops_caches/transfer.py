@@ -88,10 +88,12 @@ class CacheRows:
             total = _mixed(total + x.astype(jnp.uint32))
         return total
 
-    def to_bytes(self) -> bytes:
-        """The rows in the format of safetensors, with as many slots as the longest of them has tokens.
+    def to_bytes(self, multiple: int = 1) -> bytes:
+        """The rows in the format of safetensors. Waits for the arrays, and copies them to the host.
 
-        Waits for the arrays, and copies them to the host.
+        Args:
+            multiple: n becomes as many slots as the longest row needs, or the next multiple of this: few n are few
+                programs where the rows are put.
 
         Raises:
             ModuleNotFoundError: safetensors is not installed.
@@ -99,7 +101,7 @@ class CacheRows:
         from safetensors.numpy import save
 
         rows: Any = jax.device_get(self)
-        most = max(int((rows.lengths - rows.first).max(initial=0)), 1)
+        most = -(-max(int((rows.lengths - rows.first).max(initial=0)), 1) // multiple) * multiple
         arrays = {f"tokens.{name}": x[..., :most] if name.endswith("scale") else x[..., :most, :]
                   for name, x in rows.tokens.items()}  # fmt: skip
         arrays |= {f"scales.{name}": x for name, x in rows.scales.items()}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from attnops import OperationMetadata, OperationRegistry, UnsupportedError
+from attnops import OperationMetadata, OperationRegistry
 from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal, KeyPadding, Mask, SlidingWindow
 from attnops.sharding import AxisRules
@@ -198,14 +198,6 @@ def test_layers_and_rows_that_move() -> None:
     there = move(placed, taken)
     assert not there.overflowed.any()
     check_contents(there.layer(0), move(single, CacheRows.from_bytes(taken.to_bytes())).layer(0))
-
-
-def test_a_mask_by_row_of_packed_rows_is_refused() -> None:
-    mesh = mesh_of(1, 4)
-    placed, single = pair(mesh)
-    mask = Causal() & KeyPadding(np.ones((B, PAGE * PAGES), bool))
-    with pytest.raises(UnsupportedError, match="differs by row"):
-        check_step(mesh, (placed, single), (1, 2), mask, rows=Rows([0, 2], [1]))
 
 
 def test_rules_that_shard_no_slots() -> None:

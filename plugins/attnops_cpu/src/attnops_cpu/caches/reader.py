@@ -47,7 +47,7 @@ class CpuCacheReader(CacheReader):
         """Attention over the cache, as `attnops_caches.CacheReader.attend` describes it."""
         is_packed = isinstance(options["mask"], (Packed, PackedByRow))
         described = dataclasses.replace(cache.describe(), is_packed=is_packed)
-        # Positions of slots have gaps where a mesh shards the pages' slots; only packed rows' are computed in the kernel.
+        # The kernel computes positions of packed rows, which have gaps where a mesh shards the slots of pages.
         has_gaps = is_packed and cache.whole_block and described.page_size
         if has_gaps or _reasons(described, query.shape[1], cache.length, options.get("bias") is not None):
             return _NATIVE.attend(operation, query, cache, return_max_logits=return_max_logits, **options)

@@ -19,15 +19,16 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
+import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from .decode import Decode, wait_until
 from .prefill import Prefill
 
-MAX_LENGTH, SECONDS = 64, 120.0
+MAX_LENGTH, SECONDS = 64, 300.0
 PROMPTS = [[(7 * i + 3 * j) % 96 for j in range(5 + 3 * i)] for i in range(10)]
 MAX_TOKENS = 24
 
@@ -71,7 +72,8 @@ def model() -> Any:
 
 def start(role: str, port: int, *arguments: str) -> subprocess.Popen[bytes]:
     """Start a process of this example, and wait until it listens."""
-    process = subprocess.Popen([sys.executable, "-m", "examples.disaggregated", role, str(port), *arguments])
+    command = [sys.executable, "-m", "examples.disaggregated", role, str(port), *arguments]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
 
     def listens() -> bool:
         assert process.poll() is None, f"{role} ended with {process.returncode}"
@@ -103,13 +105,16 @@ def killed() -> tuple[list[list[int]], int]:
     processes = [start(*role) for role in roles]  # type: ignore[arg-type]
 
     def ask(prompt: list[int]) -> list[int]:
+        end = time.monotonic() + SECONDS
         while True:
             try:
                 tokens: list[int] = json.loads(post(urls[1], {"tokens": prompt, "max_tokens": MAX_TOKENS}))
-            except (OSError, http.client.HTTPException):  # nothing is kept of a request that failed: send it again
+            except (OSError, http.client.HTTPException) as error:  # nothing is kept of this request: send it again
+                if getattr(error, "code", 503) != 503 or time.monotonic() > end:
+                    raise
                 with lock:
                     again[0] += 1
-                threading.Event().wait(0.2)
+                time.sleep(0.2)
                 continue
             with lock:
                 answered[0] += 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from fast_compile import XLA_FLAGS
 
@@ -14,7 +12,6 @@ from .__main__ import MAX_TOKENS, PROMPTS, alone, killed
 def test_every_request_is_answered_as_by_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]))
     found, again = killed()
     assert found == alone()
     assert [len(x) for x in found] == [MAX_TOKENS] * len(PROMPTS)

@@ -118,7 +118,9 @@ class PagedCache(StoredCache):
         return shard * np.int32(self.pages_of_row)
 
     def describe(self) -> CacheRequest:
-        return dataclasses.replace(super().describe(), page_size=self.page_size)
+        placement = self.active_placement
+        shards = 1 if placement is None else placement.shards(placement.slots)
+        return dataclasses.replace(super().describe(), page_size=self.page_size // shards)
 
     def loader(self) -> TileLoader:
         return StoreLoader(self.store, self.table)

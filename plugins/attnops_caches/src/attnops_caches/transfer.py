@@ -225,8 +225,8 @@ def _checked(verb: str, cache: Cache, rows: ArrayLike, count: int | None) -> tup
     """The cache, and its rows of a `take`, or of a `put` of ``count`` rows, int32 [N]."""
     if not cache.is_stored:
         raise refusal(f"cache.{verb}", Reason(
-            "cache", type(cache).__name__, "does not store its keys token by token, so that rows can't be moved",
-            "make a DenseCache, WindowCache or PagedCache; take_rows reorders rows",
+            "cache", type(cache).__name__, "is no StoredCache, whose tokens are stored one by one",
+            "make a DenseCache, WindowCache or PagedCache",
         ))  # fmt: skip
     stored: Any = cache
     if stored.store.layer is not None:

@@ -40,7 +40,7 @@ def test_one_exchange_a_step(generation: str, topology: str, options: dict[str, 
     sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 128, "dtype": jnp.bfloat16} | options
 
     def make() -> PagedCache:
-        return PagedCache.create(batch=8, pages=1024, page_size=8 * 64, max_pages=256, **sizes)
+        return PagedCache.create(batch=8, pages=512, page_size=8 * 128, max_pages=64, **sizes)
 
     shape = jax.eval_shape(lambda: sharded(make, mesh))
     assert shape.placement.slots == "sp"

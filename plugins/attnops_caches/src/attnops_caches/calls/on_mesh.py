@@ -148,7 +148,7 @@ def run_over_cache(
         if keys is not None:
             options.pop("return_lse", None)
         local = request.replace(
-            source=dataclasses.replace(source, rows=cache.batch, page_size=cache.describe().page_size),
+            source=dataclasses.replace(source, rows=cache.batch),
             batch=query.shape[0], heads=query.shape[2], kv_heads=cache.kv_heads,
             key_length=cache.length * (cache.batch if source.is_packed else 1),
             mask_structure=request.mask_structure, options=request.options & frozenset(options),

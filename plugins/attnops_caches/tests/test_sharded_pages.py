@@ -126,10 +126,17 @@ def test_masks_biases_and_lengths(mask: Mask, options: dict[str, Any]) -> None:
     assert check_step(mesh, pair(mesh), (B, 2), mask, **options) == ["all-gather"]
 
 
-@pytest.mark.parametrize("case", ["float32", "int8", "latent"])
-@pytest.mark.parametrize(("rows", "slots"), [(1, 8), (2, 4)])
-def test_packed_rows(case: str, rows: int, slots: int) -> None:
-    mesh = mesh_of(rows, slots)
+@pytest.mark.parametrize(
+    ("case", "rows", "slots", "kind"),
+    [
+        ("float32", 1, 8, AxisType.Auto),
+        ("int8", 2, 4, AxisType.Auto),
+        ("latent", 2, 4, AxisType.Auto),
+        ("float32", 2, 2, AxisType.Explicit),
+    ],
+)
+def test_packed_rows(case: str, rows: int, slots: int, kind: AxisType) -> None:
+    mesh = mesh_of(rows, slots, kind)
     packed = Rows(np.array([0, 1, 9, 10]), np.array([2, 0, 3]))
     lengths = ["all-reduce"] * (rows > 1)  # every device has all queries, and needs the lengths of their rows
     exchanges = check_step(mesh, pair(mesh, **CASES[case]), (1, 12), Causal(), rows=packed)

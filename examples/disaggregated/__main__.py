@@ -71,17 +71,19 @@ def model() -> Any:
 
 
 def start(role: str, port: int, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a process of this example, and wait until it listens."""
+    """Start a process of this example."""
     command = [sys.executable, "-m", "examples.disaggregated", role, str(port), *arguments]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2])
+
+
+def wait_for(port: int) -> None:
+    """Wait until a process listens."""
 
     def listens() -> bool:
-        assert process.poll() is None, f"{role} ended with {process.returncode}"
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", port)) == 0
 
-    wait_until(listens, SECONDS, f"that {role} listens")
-    return process
+    wait_until(listens, SECONDS, f"that a process listens on {port}")
 
 
 def alone() -> list[list[int]]:
@@ -121,6 +123,8 @@ def killed() -> tuple[list[list[int]], int]:
             return tokens
 
     try:
+        for port in ports:
+            wait_for(port)
         with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
             asked = [pool.submit(ask, prompt) for prompt in PROMPTS]
             for i, least in ((0, 1), (1, 4)):
@@ -130,6 +134,7 @@ def killed() -> tuple[list[list[int]], int]:
                 processes[i].wait()
                 wait_until(lambda before=before: again[0] > before, SECONDS, "a failed request")
                 processes[i] = start(*roles[i])  # type: ignore[arg-type]
+                wait_for(ports[i])
             return [x.result(SECONDS) for x in asked], again[0]
     finally:
         for process in processes:

@@ -123,8 +123,8 @@ class CacheRows:
         try:
             arrays = load(data)
             layout = TokenLayout.from_json(json.loads(arrays.pop("layout").tobytes()))
-            by_row = {name: jnp.asarray(arrays.pop(name)) for name in _BY_ROW}
-            parts: dict[str, dict[str, jax.Array]] = {"tokens": {}, "scales": {}}
+            by_row: Any = {name: jnp.asarray(arrays.pop(name)) for name in _BY_ROW}
+            parts: Any = {"tokens": {}, "scales": {}}
             for name, x in arrays.items():
                 part, _, field = name.partition(".")
                 parts[part][field] = jnp.asarray(x)

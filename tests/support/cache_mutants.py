@@ -105,7 +105,7 @@ MUTANTS = {
         "paged",
     ),
     "a page's slots are counted from the row's first": Mutant(
-        PAGED + "place", "slot=begin % p", "slot=begin * 0", "paged + op.step"
+        PAGED + "place", "slot=begin - here", "slot=0 * begin", "paged + op.step"
     ),
     "tokens beyond the first page of an append are lost": Mutant(
         PAGED + "place",

@@ -202,7 +202,7 @@ MISTAKES = {
         lambda: test_positions_beyond_int16(lambda: DenseCache.create(length=40_000, **OPTIONS | {"batch": 1})),
     ),
     "what does not fit overwrites the last slots": (
-        Mutant(DENSE + "place", "fit = jnp.clip(self.length - lengths, 0, count)", "fit = count", ""),
+        Mutant(DENSE + "place", "jnp.clip((self.whole_block or self.length) - lengths, 0, count)", "count", ""),
         lambda: test_a_full_row_drops_all_and_changes_nothing_else(dense, None),
     ),
     "overflow is not told": (

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from attnops import OperationMetadata, OperationRegistry, UnsupportedError
 from attnops.biases import ALiBi, RelativePosition, ScoreFn, alibi_slopes
-from attnops.masks import Ancestors, Causal, Mask, MaskFn, Segments, SlidingWindow
+from attnops.masks import Ancestors, Causal, KeyPadding, Mask, MaskFn, Segments, SlidingWindow
 from attnops.sharding import AxisRules
 from attnops_caches import DenseCache, PagedCache, PagePool, Quantized, Rows, WindowCache, sharded
 
@@ -484,8 +484,9 @@ def test_what_a_cut_context_can_not_serve_is_refused() -> None:
         f(query, cache, return_weights=True)
     with pytest.raises(UnsupportedError, match=r"Parity\(\)'?: it numbers the keys, which the mesh axes"):
         f(query, cache, mask=Parity())
-    with pytest.raises(UnsupportedError, match="rows=packed: the mesh axes sp shard the context"):
-        f(query[:1], cache, rows=Rows([0, 1], [2]))
+    by_row = KeyPadding(np.ones((B, S), bool))
+    with pytest.raises(UnsupportedError, match="it differs by row, and rows are packed, whose context"):
+        f(query[:1], cache, rows=Rows([0, 1], [2]), mask=by_row)
     with pytest.raises(ValueError, match=r"has the axes \{'tp': 2\}, but the cache was placed on a mesh with"):
         operation("attnops:vanilla", mesh=mesh_of("tp", shape=(2,)))(query, cache)
     with pytest.raises(UnsupportedError, match=r"which can't be joined inside a jax\.shard_map over it"):

@@ -167,3 +167,26 @@ def test_each_layer_counts_its_tokens() -> None:
     taken = jax.jit(lambda cache, rows: cache.take_rows(rows))(cache, np.array([0, 7, -1]))
     np.testing.assert_array_equal(taken.lengths, [[1, 0, 0]] * 2)
     assert not np.asarray(taken.state)[:, 1:].any()
+
+
+@pytest.mark.slow
+def test_rows_move_to_another_cache() -> None:
+    sizes: dict[str, Any] = {"heads": 2, "head_dim": 3, "conv": (4, 3), "layers": 2}
+    source, target = StateCache.create(batch=3, **sizes), StateCache.create(batch=4, **sizes)
+    source, target = (
+        jax.tree.map(lambda x, i=i: (jnp.arange(x.size) + 1000 * i).reshape(x.shape).astype(x.dtype), cache)
+        for i, cache in enumerate((source, target))
+    )
+    taken = source.take_rows([2, 0])
+    moved = jax.jit(StateCache.put, donate_argnums=0)(jax.tree.map(jnp.copy, target), jnp.array([1, 3]), taken)
+    for new, old, given in zip(*(jax.tree.leaves(x) for x in (moved, target, source)), strict=True):
+        np.testing.assert_array_equal(new[:, [1, 3]], given[:, [2, 0]])
+        np.testing.assert_array_equal(new[:, [0, 2]], old[:, [0, 2]])
+    nothing = target.put([-1, 2], taken)
+    np.testing.assert_array_equal(nothing.lengths[:, [0, 1, 3]], target.lengths[:, [0, 1, 3]])
+    with pytest.raises(ValueError, match="a row twice"):
+        target.put([1, 1], taken)
+    with pytest.raises(ValueError, match=r"must be integers \[n\]"):
+        target.put([1], taken)
+    with pytest.raises(ValueError, match="without the axis of rows"):
+        StateCache.create(batch=4, **sizes | {"head_dim": 4}).put([0, 1], taken)

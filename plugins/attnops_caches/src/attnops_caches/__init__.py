@@ -26,6 +26,7 @@ from attnops_caches.sizes import bytes_per_page, pages_that_fit
 from attnops_caches.store import NewTokens, Pending, Pieces
 from attnops_caches.stored import StoredCache
 from attnops_caches.tiles import TileAt, TileLoader
+from attnops_caches.transfer import CacheRows
 from attnops_caches.window import WindowCache
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "CacheOptions",
     "CacheReader",
     "CacheRequest",
+    "CacheRows",
     "Contents",
     "DenseCache",
     "KeyValue",

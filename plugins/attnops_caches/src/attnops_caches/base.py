@@ -23,6 +23,7 @@ from attnops_caches.masks.slots import Slots
 from attnops_caches.placement import Placement, append_by_shard
 from attnops_caches.rows import Rows, check_rows
 from attnops_caches.store import Pieces
+from attnops_caches.transfer import put, take
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -86,6 +87,9 @@ class Cache(Source):
     # The methods of a `Source`, with `run`.
     bind = bind_cached
     step = step
+    # Rows that move to another cache.
+    take = take
+    put = put
     # Its name in requests and limits.
     storage: ClassVar[str]
     # Whether positions may exceed the number of slots, so that masks and biases with an array by key have no meaning.

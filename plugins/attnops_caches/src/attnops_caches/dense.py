@@ -78,14 +78,7 @@ def rows_to_take(rows: ArrayLike, batch: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseCache(RowCache):
-    """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`.
-
-    Attributes:
-        first_slot: for one device's shard of a cache whose context a mesh shards, in a `jax.shard_map`: the slot of the
-            whole row that is slot 0 of the shard, int32 []; lengths and starts are those of the whole row. Else None.
-    """
-
-    first_slot: jax.Array | None = None
+    """A row of S slots for each sequence; the token of index i is in slot i. See `Cache`."""
 
     storage: ClassVar[str] = "DenseCache"
 
@@ -114,11 +107,13 @@ class DenseCache(RowCache):
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         first = 0 if self.first_slot is None else self.first_slot
+        lengths, run = at_rows(self.lengths, rows), jnp.arange(rows.shape[0], dtype=jnp.int32)
+        fit = jnp.clip((self.whole_block or self.length) - lengths, 0, count)
         # In slots of a shard: below 0 for a row whose next token belongs to an earlier shard.
-        lengths, run = at_rows(self.lengths, rows) - first, jnp.arange(rows.shape[0], dtype=jnp.int32)
-        fit = jnp.clip(self.length - lengths, 0, count)
+        lengths = lengths - first
         slot = jnp.maximum(lengths, 0)
-        return Pieces(run, slot - lengths, jnp.maximum(lengths + fit - slot, 0), rows, slot), fit
+        size = jnp.maximum(jnp.minimum(lengths + fit, self.length) - slot, 0)
+        return Pieces(run, slot - lengths, size, rows, slot), fit
 
     def slots(self) -> Slots:
         return self._slots(self.first_slot)

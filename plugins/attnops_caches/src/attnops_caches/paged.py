@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from attnops.errors import Reason
 from attnops.exported import serialised
@@ -117,7 +118,9 @@ class PagedCache(StoredCache):
         return shard * np.int32(self.pages_of_row)
 
     def describe(self) -> CacheRequest:
-        return dataclasses.replace(super().describe(), page_size=self.page_size)
+        placement = self.active_placement
+        shards = 1 if placement is None else placement.shards(placement.slots)
+        return dataclasses.replace(super().describe(), page_size=self.page_size // shards)
 
     def loader(self) -> TileLoader:
         return StoreLoader(self.store, self.table)
@@ -178,14 +181,16 @@ class PagedCache(StoredCache):
         return dataclasses.replace(self, table=pages, lengths=lengths, starts=starts, copied=forgotten)
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
-        p, lengths, run = self.page_size, at_rows(self.lengths, rows), jnp.arange(rows.shape[0], dtype=jnp.int32)
+        p, lengths = self.whole_block or self.page_size, at_rows(self.lengths, rows)
+        run, first = jnp.arange(rows.shape[0], dtype=jnp.int32), 0 if self.first_slot is None else self.first_slot
         most = 1 if T == 1 else (T - 1) // p + 2  # pages that T tokens may lie in
         number = lengths[:, None] // p + jnp.arange(most, dtype=jnp.int32)  # [R, most], index in the table
         at = jnp.clip(number, 0, self.max_pages - 1)
         page = jnp.take_along_axis(at_rows(self.table, rows), at, axis=1, mode="promise_in_bounds")
         exists = (number < self.max_pages) & (page >= 0) & (page < self.pages)
-        begin = jnp.maximum(lengths[:, None], number * p)  # indices of the first and last token in the page
-        end = jnp.minimum((lengths + count)[:, None], number * p + p)
+        here = number * p + first  # the index of the page's first slot on this device
+        begin = jnp.maximum(lengths[:, None], here)  # indices of the first and last token in the page
+        end = jnp.minimum((lengths + count)[:, None], here + self.page_size)
         # What comes after a token that has no page does not fit either. The first such index by columns, if they are
         # few: a GPU would need a kernel for a reduction.
         lacks = jnp.where(exists, LARGEST, number * p)
@@ -197,13 +202,31 @@ class PagedCache(StoredCache):
             first=begin - lengths[:, None],
             size=kept,
             block=jnp.clip(page, 0, self.pages - 1),
-            slot=begin % p,
+            slot=begin - here,
         )
         return Pieces(*(x.reshape(-1) for x in pieces)), jnp.maximum(fits - lengths, 0)
 
+    def row_blocks(self) -> jax.Array:
+        return jnp.where((self.table >= 0) & (self.table < self.pages), self.table, -1)
+
     def slots(self) -> Slots:
         exists = (self.table >= 0) & (self.table < self.pages_of_row)
-        return dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
+        slots = dataclasses.replace(super().slots(), exists=exists, page_size=self.page_size)
+        if self.first_slot is None:
+            return slots
+        first, p, n = self.first_slot, self.whole_block, self.page_size
+        start, stop = (x // p * n + jnp.clip(x % p - first, 0, n) for x in (slots.start, slots.stop))
+        return dataclasses.replace(slots, shift=slots.shift + first, start=start, stop=stop, between=p - n)
+
+    def positions(self) -> tuple[jax.Array, jax.Array]:
+        placement = self.active_placement
+        if placement is None or placement.slots is None:
+            return super().positions()
+        # In the order of devices: all slots of the first, then those of the next.
+        shape = self.batch, self.max_pages, placement.shards(placement.slots), -1
+        position, held = (whole(x).reshape(shape).swapaxes(1, 2).reshape(x.shape) for x in self.slots().arrays())
+        by_slot = PartitionSpec(placement.batch, placement.slots)
+        return placed(position, by_slot, placement.mesh), placed(held, by_slot, placement.mesh)
 
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
         store = self.with_blocks({name: whole(x) for name, x in self.store._blocks().items()}).store

@@ -40,7 +40,7 @@ class Placement:
         mesh: the mesh.
         batch: the mesh axes that shard rows and pages; the tables of a shard's rows number its pages from 0.
         kv_heads: the mesh axes that shard kv heads; None where they do not divide.
-        slots: the mesh axes that shard the slots of a `DenseCache`'s rows, the context.
+        slots: the mesh axes that shard the slots of a `DenseCache`'s rows, or of a `PagedCache`'s pages: the context.
     """
 
     mesh: MeshLike
@@ -70,6 +70,10 @@ class Placement:
         """This placement for another number of rows: without the axes that do not divide it."""
         kept = {*names_of(_dividing(self.batch, rows, self.mesh)), *manual_axes()}
         return dataclasses.replace(self, batch=entry_of(name for name in names_of(self.batch) if name in kept))
+
+    def keys(self, is_packed: bool) -> MeshAxes:
+        """The mesh axes that shard the keys of a call, for packed rows those of all rows."""
+        return entry_of(names_of(self.batch) + names_of(self.slots)) if is_packed else self.slots
 
     def shards(self, entry: MeshAxes) -> int:
         """How many shards some of its mesh axes make."""
@@ -109,8 +113,11 @@ class Placement:
         return jax.sharding.auto_axes(function, out_sharding=shardings)(*args)
 
     def local(self, cache: CacheType) -> CacheType:
-        """A device's shard of a cache, inside a `jax.shard_map`, as a cache of its own, see `DenseCache.first_slot`."""
-        first: Any = {} if self.slots is None else {"first_slot": lax.axis_index(self.slots) * cache.length}
+        """A device's shard of a cache, inside a `jax.shard_map`, as a cache: see `StoredCache.first_slot`."""
+        first: dict[str, Any] = {}
+        if self.slots is not None:
+            slots = cast("StoredCache", cache).store.slots
+            first = {"first_slot": lax.axis_index(self.slots) * slots, "whole_block": slots * self.shards(self.slots)}
         return dataclasses.replace(cache, placement=None, **first)
 
 
@@ -131,7 +138,9 @@ def sharded(create: Callable[[], CacheType], mesh: MeshLike, axis_rules: AxisRul
 
     Rows, kv heads and slots have the mesh axes that the rules give `BATCH`, `KV_HEAD` and `KV_LENGTH` in the mode
     decode, as far as they divide. A `PagedCache`'s pages are sharded with its rows: tables number the pages of the
-    row's shard, from 0. Of slots, only a `DenseCache`'s are sharded.
+    row's shard, from 0. Of slots, those of a `DenseCache`'s rows are sharded, and those of a `PagedCache`'s pages: each
+    device has a part of every page, so that all have as many tokens of a row, one table and one `PagePool` serve all
+    devices, and ``page_size`` is n times the slots that a device has of a page.
 
     Args:
         create: makes the cache, such as ``lambda: DenseCache.create(...)``.
@@ -178,7 +187,7 @@ def placement_of(cache: CacheType, mesh: MeshLike, axis_rules: AxisRules, *, is_
         mesh=mesh,
         batch=_dividing(batch, rows, mesh) if is_made or not is_paged else None,
         kv_heads=_dividing(kv_heads, cache.kv_heads, mesh),
-        slots=_dividing(slots, cache.length, mesh) if cache.storage == "DenseCache" and is_made else None,
+        slots=_dividing(slots, store.slots, mesh) if cache.storage != "WindowCache" and is_made else None,
     )
 
 
@@ -199,8 +208,6 @@ def append_by_shard(placement: Placement, writes: bool, *call: Any) -> tuple[Any
         The cache after it; the new tokens unless they are written.
     """
     is_packed = call[-1] is not None
-    if writes and is_packed:
-        check_packed(placement)
     kept_whole = ("context of each row", placement.slots), ("rows", placement.batch if is_packed else None)
     for what, axes in () if writes else kept_whole:
         if axes is not None:
@@ -235,35 +242,20 @@ def _of_shard(
     placement: Placement, writes: bool, cache: StoredCache, key: Any, value: Any, count: Any, rows: Any
 ) -> Any:
     """What an append changes of one device's shard: by row; and its store, or if it does not write the new tokens."""
-    shard, lengths = placement.local(cache), cache.lengths
+    shard = placement.local(cache)
     if rows is not None:
         # Rows of other devices are out of range, and their tokens are dropped as padding is.
         rows = dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first_index(placement.batch, shard.batch))
-    fit = count
-    if placement.slots is not None:  # the tokens that fit some shard; a shard writes those that are in its slots
-        fit = jnp.clip(shard.length * placement.shards(placement.slots) - lengths, 0, count)
     if not writes:
-        after, new = shard._pending(key, value, fit, rows)
+        after, new = shard._pending(key, value, count, rows)
         return _grown(after), new
-    after = shard._append(key, value, fit, rows)
-    grown = _grown(after)
-    if placement.slots is not None:
-        grown = {"lengths": lengths + fit, "overflowed": cache.overflowed | (fit < count)}
-    return grown, after.store
+    after = shard._append(key, value, count, rows)
+    return _grown(after), after.store
 
 
 def _grown(cache: StoredCache) -> dict[str, Any]:
     """What an append changes of a cache, other than its store."""
     return {name: x for name, x in cache._rows().items() if name not in ("starts", "table")}
-
-
-def check_packed(placement: Placement) -> None:
-    """Raise an `UnsupportedError` if the context, of packed rows, is sharded."""
-    if placement.slots is not None:
-        raise refusal("packed rows over a context that is sharded", Reason(
-            "rows", "packed", f"the mesh axes {', '.join(names_of(placement.slots))} shard the context of each row",
-            "give a batch [B, T] with query_lengths; or AxisRules(kv_length=None)",
-        ))  # fmt: skip
 
 
 def refusal(what: str, *reasons: Reason) -> UnsupportedError:

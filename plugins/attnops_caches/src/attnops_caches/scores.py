@@ -73,9 +73,23 @@ class ScorePositions:
         return (whole(position), whole(held)) if self.is_packed else (position, held)
 
     @property
+    def shards(self) -> tuple[int, int]:
+        """The shards of rows and of slots that a mesh makes of packed rows' keys."""
+        placement = self.cache.active_placement
+        if placement is None or not self.is_packed:
+            return 1, 1
+        return placement.shards(placement.batch), placement.shards(placement.slots)
+
+    def of_keys(self, x: jax.Array) -> jax.Array:
+        """Values by row and slot [B, S] as those of packed rows' keys, [1, B · S], in the order of devices."""
+        rows, slots = self.shards
+        B, S = x.shape
+        return x.reshape(rows, B // rows, slots, S // slots).swapaxes(1, 2).reshape(1, -1)
+
+    @property
     def slot_positions(self) -> jax.Array:
         """The position of each slot, int32 [B, S] or [1, B · S]."""
-        return self.arrays[0].reshape(1, -1) if self.is_packed else self.arrays[0]
+        return self.of_keys(self.arrays[0]) if self.is_packed else self.arrays[0]
 
     def exists(self) -> Mask:
         """The mask of what exists: real queries see the tokens that their row holds."""
@@ -86,7 +100,7 @@ class ScorePositions:
             return segments(self.q_positions, held)
         q_ids = jnp.where(self.q_positions < 0, NO_QUERY, self.q_rows)
         rows = jnp.arange(self.shape[0], dtype=jnp.int32)[:, None]
-        return Segments(q_ids, jnp.where(held, rows, NO_KEY).reshape(1, -1))
+        return Segments(q_ids, self.of_keys(jnp.where(held, rows, NO_KEY)))
 
 
 def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
@@ -96,7 +110,8 @@ def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
     if not scores.is_packed:
         both = exists if mask is None else mapped(mask, functools.partial(_by_slot, scores)) & exists
         return both.bind(*scores.slots_shape)
-    rows = jnp.arange(scores.shape[0], dtype=jnp.int32)[None]
+    by_row = jnp.arange(scores.shape[0], dtype=jnp.int32)[:, None]
+    rows = scores.of_keys(jnp.repeat(by_row, scores.shards[1], 1))  # each device has its own
     if mask is None:
         return Packed(Full(), exists, rows).bind(*scores.slots_shape)
     if mask.kinds() & {"Ancestors", "Blocks"}:
@@ -106,9 +121,9 @@ def slot_mask(mask: Mask | None, scores: ScorePositions) -> Mask:
         )
     # The scores of a batch in which each row has all N queries.
     of_rows = dataclasses.replace(scores, q_rows=None)
-    by_row = mapped(mask, functools.partial(_by_slot, of_rows)).bind(*scores.shape)
-    if _varies(by_row):
-        return PackedByRow(by_row, exists.bind(*scores.slots_shape), rows, scores.cache.length)  # type: ignore[arg-type]
+    batched = mapped(mask, functools.partial(_by_slot, of_rows)).bind(*scores.shape)
+    if _varies(batched):
+        return PackedByRow(batched, exists.bind(*scores.slots_shape), rows, scores.cache.length)  # type: ignore[arg-type]
     return Packed(mask.at(scores.q_positions, scores.slot_positions), exists, rows).bind(*scores.slots_shape)
 
 

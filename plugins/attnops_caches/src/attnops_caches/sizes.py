@@ -58,7 +58,7 @@ def pages_that_fit(
 
     They are ``hbm_utilization * bytes_limit - bytes_in_use`` bytes divided by `bytes_per_page`, rounded down; 0 where
     more is in use than the share. Load the model before: its weights count as in use. Where a mesh shards the cache,
-    give one device's ``kv_heads``, and the result is each device's number of pages.
+    give one device's ``kv_heads`` and ``page_size``, and the result is each device's number of pages.
 
     Args:
         hbm_utilization: the share of the memory for weights and pages, above 0, at most 1; the rest is for temporaries.

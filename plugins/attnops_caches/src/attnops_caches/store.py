@@ -149,6 +149,12 @@ class Store:
         names = ("key", "value", *(("key_scale", "value_scale") if self.layout.has_token_scales else ()))
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    @property
+    def given_scales(self) -> dict[str, jax.Array]:
+        """The scales that the cache was created with, by head or tensor."""
+        scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
+        return {name: x for name, x in scales.items() if x is not None and not self.layout.has_token_scales}
+
     def decoded(self, blocks: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Some blocks of each array of `_blocks`, [..., K, n, d], as keys and values; float32 with a codec."""
         layout, scales = self.layout, {"key_scale": self.key_scale, "value_scale": self.value_scale}
@@ -217,12 +223,18 @@ class Store:
                 if layout.has_token_scales:
                     arrays[f"{name}_scale"] = scales
             arrays[name] = to_bits(stored)
-        if layout.content != "separate":
-            first, last = arrays["key"], [arrays.pop("value")] if value is not None else []
-            padding = layout.elements(layout.width) - first.shape[-1] - sum(x.shape[-1] for x in last)
-            zeros = [jnp.zeros((*first.shape[:-1], padding), first.dtype)] if padding else []
-            arrays["key"] = jnp.concatenate([first, *zeros, *last], axis=-1)
-        return arrays
+        return self.joined(arrays)
+
+    def joined(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Stored tokens by array, with key [..., D] and value [..., Dv] in one, unless the layout has two."""
+        layout = self.layout
+        if layout.content == "separate":
+            return arrays
+        first, last = arrays["key"], [arrays["value"]] if "value" in arrays else []
+        padding = layout.elements(layout.width) - first.shape[-1] - sum(x.shape[-1] for x in last)
+        zeros = [jnp.zeros((*first.shape[:-1], padding), first.dtype)] if padding else []
+        others = {name: x for name, x in arrays.items() if name not in ("key", "value")}
+        return others | {"key": jnp.concatenate([first, *zeros, *last], axis=-1)}
 
 
 def create_store(blocks: int, slots: int, joins: bool = False, **tokens: Unpack[TokenOptions]) -> Store:

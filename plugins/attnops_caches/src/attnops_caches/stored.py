@@ -59,9 +59,14 @@ class StoredCache(Cache):
 
     Attributes:
         store: the arrays of the tokens.
+        first_slot: for one device's part of a cache whose context a mesh shards, in a `jax.shard_map`: the slot of a
+            whole block that is slot 0 here, int32 []; lengths and starts are those of the whole rows. Else None.
+        whole_block: the slots of a whole block, if ``first_slot`` is given; static.
     """
 
     store: Store
+    first_slot: jax.Array | None = dataclasses.field(default=None, kw_only=True)
+    whole_block: int = dataclasses.field(default=0, kw_only=True, metadata={"static": True})
 
     is_stored: ClassVar[bool] = True
 
@@ -235,6 +240,10 @@ class StoredCache(Cache):
     @abc.abstractmethod
     def _keys_values(self) -> tuple[jax.Array, jax.Array]:
         """``keys`` and ``values`` of `read`, on one device."""
+
+    def row_blocks(self) -> jax.Array:
+        """The blocks of each row in the order of its tokens, int32 [B, blocks]; −1 where there is none."""
+        return jnp.arange(self.batch, dtype=jnp.int32)[:, None]
 
     def _of_layer(self) -> dict[str, jax.Array]:
         """The arrays outside the store, which have the layer axis too."""

@@ -133,6 +133,30 @@ class StateCache:
         axis = self.lengths.ndim - 1
         return jax.tree.map(lambda x: jnp.take(x, rows, axis=axis, mode="fill", fill_value=0), self)
 
+    def put(self, rows: Any, taken: StateCache) -> Self:
+        """The cache with rows that `take_rows` took, from a cache of any batch, in place of its own.
+
+        Args:
+            rows: the rows that are replaced, integers [n], all different; one that is no row, such as −1, does nothing.
+            taken: n rows of the same sizes and dtypes.
+
+        Raises:
+            ValueError: other rows, or rows of other sizes or dtypes.
+        """
+        n, axis = taken.lengths.shape[-1], self.lengths.ndim - 1
+        rows, batch = as_array(rows), self.lengths.shape[-1]
+        if rows.shape != (n,) or not jnp.issubdtype(rows.dtype, jnp.integer):
+            raise ValueError(f"rows has shape {rows.shape} and dtype {rows.dtype}, but must be integers [n]={(n,)}")
+        if is_known(rows) and len(set(used := rows[rows >= 0].tolist())) < len(used):
+            raise ValueError(f"rows={rows.tolist()} has a row twice, but each is replaced once")
+        own, given = ([(x.shape[:axis] + x.shape[axis + 1 :], x.dtype.name) for x in jax.tree.leaves(cache)]
+                      for cache in (self, taken))  # fmt: skip
+        if own != given:
+            raise ValueError(f"the rows have arrays {given} without the axis of rows, but the cache has {own}")
+        rows = jnp.where((rows >= 0) & (rows < batch), rows, batch)
+        place = (slice(None),) * axis
+        return jax.tree.map(lambda x, new: x.at[(*place, rows)].set(new, mode="drop"), self, taken)
+
     def reset(self, rows: Any) -> Self:
         """Empty states for rows where ``rows``, bool [B], is True."""
         rows = jnp.asarray(rows)

@@ -43,7 +43,7 @@ from attnops.softmax import PartialSoftmax, exp_sum, log_sum, merge, with_sinks
 from attnops_caches.calls.reader import attention_request, cache_of
 from attnops_caches.calls.run import partial_on_device, run_on_device
 from attnops_caches.masks.packed import PackedByRow
-from attnops_caches.placement import Placement, check_packed, placement_of, refusal
+from attnops_caches.placement import Placement, placement_of, refusal
 from attnops_caches.scores import masks_in
 
 if TYPE_CHECKING:
@@ -127,12 +127,10 @@ def run_over_cache(
         return run_on_device(operation, forward, call, new)
     assert isinstance(boundary, CacheBoundary)
     placement, source = boundary.placement, cache_of(request)
-    if source.is_packed:
-        check_packed(placement)
     # The mesh axes over which partial softmaxes are merged; None where each device has all keys of its rows.
-    keys = placement.batch if source.is_packed else placement.slots
+    keys = placement.keys(source.is_packed)
     if keys is not None:
-        _check_partial(keys, options)
+        _check_partial(keys, options, placement.slots)
     by_query = PartitionSpec(boundary.batch, None, boundary.heads)
     by_head = PartitionSpec(boundary.batch, boundary.heads)
     of_new = None if new is None else placement.specs_of_new(cache, source.is_packed)
@@ -206,7 +204,7 @@ def joined(part: PartialSoftmax, axes: Entry) -> PartialSoftmax:
     return merged._replace(max_logits=highest)
 
 
-def _check_partial(keys: Entry, options: Options) -> None:
+def _check_partial(keys: Entry, options: Options, slots: Entry) -> None:
     """Raise an `UnsupportedError` for what needs all keys on one device."""
     axes, reasons = ", ".join(names_of(keys)), []
     if "return_weights" in options:
@@ -215,6 +213,10 @@ def _check_partial(keys: Entry, options: Options) -> None:
     if (mask := _numbering_keys(options["mask"])) is not None:
         reasons.append(Reason("mask", repr(mask), f"it numbers the keys, which the mesh axes {axes} shard",
                               "declare its axes, or AxisRules(kv_length=None)"))  # fmt: skip
+    if slots is not None and isinstance(mask := options["mask"], PackedByRow):
+        reasons.append(Reason("mask", repr(mask.mask), "it differs by row, and rows are packed, whose context the "
+                              f"mesh axes {', '.join(names_of(slots))} shard",
+                              "give a batch [B, T] with query_lengths, or AxisRules(kv_length=None)"))  # fmt: skip
     if reasons:
         raise refusal(f"attention over keys that are sharded over {axes}", *reasons)
 

@@ -26,7 +26,7 @@ class CacheRequest(SourceRequest):
         codec: the codec's dtype, such as ``"int8"``; empty for tokens that are stored as they are.
         scales: what has a scale of its own, see `attnops_caches.Quantized`, or "channel"; empty without a codec.
         latent: whether the value is a part of the key.
-        page_size: slots per page; 0 for a storage without pages.
+        page_size: slots per page, on one device if a mesh shards them; 0 for a storage without pages.
         width: features of a token in the array of keys, zeros included; D + Dv at least if values are joined to keys.
         joined: whether keys and values are one array.
         has_loader: whether native `flash` can read its tiles in place, see `Cache.loader`.

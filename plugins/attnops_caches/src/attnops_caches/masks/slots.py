@@ -1,7 +1,8 @@
 """The slots of a cache's rows as masks: where tokens lie is computed from values by row, not read from arrays by slot.
 
 The token in slot s of row b has the number ``n = s``; in a ring of R slots, ``n = s`` up to the newest token's slot and
-``n = s - R`` after it. Its position is ``n + shift[b]``; it is held if ``start[b] <= n < stop[b]`` and it has a page.
+``n = s - R`` after it. Its position is ``n + shift[b]``, and ``between`` more for each page before its own; it is held
+if ``start[b] <= n < stop[b]`` and it has a page.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Slots(Mask):
         exists: for a paged cache, whether each page is in the table, bool [B, M]; else None.
         length: S, the slots of a row; R for a ring.
         page_size: slots per page; 0 without pages.
+        between: how many tokens between two pages are on other devices, where a mesh shards the context.
     """
 
     shift: Leaf
@@ -50,6 +52,7 @@ class Slots(Mask):
     exists: Leaf
     length: int
     page_size: int = 0
+    between: int = 0
 
     axes: ClassVar = {"shift": "b", "start": "b", "stop": "b", "newest": "b", "exists": "b."}
     is_internal: ClassVar = True
@@ -59,11 +62,11 @@ class Slots(Mask):
 
     def without_pages(self) -> Slots:
         """The same slots as if every page were in the table; positions do not change."""
-        return dataclasses.replace(self, exists=None, page_size=0)
+        return dataclasses.replace(self, exists=None, page_size=self.page_size if self.between else 0)
 
     def position(self, b: Index | None, slot: Index) -> jax.Array:
         """The position of the token in a slot, elementwise; None for all rows."""
-        return self._number(b, slot) + _of_row(self.shift, b)
+        return self._apart(self._number(b, slot)) + _of_row(self.shift, b)
 
     def held(self, b: Index | None, slot: Index) -> BoolArray:
         """Whether a slot holds a token, elementwise; None for all rows."""
@@ -101,7 +104,7 @@ class Slots(Mask):
         """The least and the greatest position in each tile of keys."""
         runs, shift = self._runs(grid.kv_first, grid.kv_last), _by_tile(self.shift)
         if len(runs) == 1:
-            return runs[0][0] + shift, runs[0][1] + shift
+            return self._apart(runs[0][0]) + shift, self._apart(runs[0][1]) + shift
         (first, last), (first_after, last_after) = runs
         # Numbers after the newest token's slot are below those before it.
         least = jnp.where(first_after <= last_after, first_after, first)
@@ -120,6 +123,10 @@ class Slots(Mask):
         if self.newest is None:
             return slot
         return jnp.where(slot > _of_row(self.newest, b), slot - np.int32(self.length), slot)
+
+    def _apart(self, number: jax.Array) -> jax.Array:
+        """Numbers with those of the tokens that are on other devices, before them."""
+        return number + number // self.page_size * self.between if self.between else number
 
     def _runs(self, first: Leaf, last: Leaf) -> list[tuple[jax.Array, jax.Array]]:
         """The first and last number of each run of slots from ``first`` to ``last``; none where the last is less."""

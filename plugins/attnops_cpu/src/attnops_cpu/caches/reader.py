@@ -47,7 +47,9 @@ class CpuCacheReader(CacheReader):
         """See `attnops_caches.CacheReader.attend`."""
         is_packed = isinstance(options["mask"], (Packed, PackedByRow))
         described = dataclasses.replace(cache.describe(), is_packed=is_packed)
-        if _reasons(described, query.shape[1], cache.length, options.get("bias") is not None):
+        # The kernel computes positions of packed rows, which have gaps where a mesh shards the slots of pages.
+        has_gaps = is_packed and cache.whole_block and described.page_size
+        if has_gaps or _reasons(described, query.shape[1], cache.length, options.get("bias") is not None):
             return _NATIVE.attend(operation, query, cache, return_max_logits=return_max_logits, **options)
         key, value = (
             jax.ShapeDtypeStruct((cache.batch, cache.length, cache.kv_heads, d), query.dtype)

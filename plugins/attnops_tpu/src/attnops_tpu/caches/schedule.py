@@ -61,7 +61,7 @@ def schedule(
     Args:
         plan: the plan of the call.
         mask: by slot, bound.
-        slots: the slots of a paged cache; else None.
+        slots: the slots of a paged cache; else None, and where the mask has them as arrays.
         new: tokens that are written; their units are read even if no query sees them.
         row: the row of the cache of each tile of packed rows, int32 [B].
     """
@@ -81,7 +81,9 @@ def schedule(
     after = jnp.arange(plan.nk) >= first_full[:, None]
     breaks = after & ~full
     stop_full = jnp.where(breaks.any(1), breaks.argmax(1), plan.nk).astype(jnp.int32)
-    missing = jnp.zeros((1,), jnp.int32) if slots is None else _missing(plan, slots, first, stop)
+    # Where a mesh shards the context, the mask has what is missing by slot.
+    nothing = jnp.zeros((plan.items if plan.is_paged else 1,), jnp.int32)
+    missing = nothing if slots is None else _missing(plan, slots, first, stop)
     row = jnp.zeros((1,), jnp.int32) if row is None else jnp.pad(row, (0, plan.items - plan.B))
     return ItemSchedule(first, stop, first_full, stop_full, following(plan, some), missing, row)
 

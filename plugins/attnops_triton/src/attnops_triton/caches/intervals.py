@@ -43,6 +43,8 @@ def interval(mask: Mask, shape: tuple[int, int, int]) -> Interval | None:
         return Interval(*(f(x, y) for f, x, y in zip((jnp.maximum, jnp.minimum) * 3, left, right, strict=True)))
     if not isinstance(mask, (Held, AtSlots)) or mask.slots.newest is not None or mask.slots.exists is not None:
         return None
+    if mask.slots.between:
+        return None
     batch, T, S = shape
     position = jnp.broadcast_to(jnp.asarray(mask.q_positions), (batch, T))
     first, stop, low, high, begin, end = (jnp.full(batch, x, jnp.int32) for x in (0, S, -_FAR, _FAR, 0, T))

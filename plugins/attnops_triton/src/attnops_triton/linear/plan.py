@@ -1,0 +1,168 @@
+"""What is static about a call of linear attention: `LinearPlan`, and `LinearOptions`, on which kernels' code depends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import jax
+from jax import lax
+
+from attnops import OperationMetadata
+from attnops_linear.chunks import FEW
+from attnops_triton.flash.plan import cdiv
+from attnops_triton.language.compat import device_arch
+from attnops_triton.targets import current, is_amd, multiprocessors, shared_memory
+
+# Tokens of the blocks whose inverses are found by substitution; the smallest side of a product.
+BLOCK: Final = 16
+# bfloat16 operands whose sum stands for a float32 operand, by precision; 3 otherwise.
+_PARTS: Final[dict[Any, int]] = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2}
+# Columns of values that a program may have.
+_WIDEST: Final = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearTiles:
+    """How a kernel is compiled.
+
+    Attributes:
+        C: tokens of a chunk, a power of two of at least 16 and at most 64, over which sums of decays are exact.
+        columns: of values that a program computes, a power of two of at least 16.
+        warps: per program.
+        stages: of the software pipeline.
+        registers: the most registers per thread; 0 leaves the number to the assembler.
+    """
+
+    C: int
+    columns: int
+    warps: int
+    stages: int
+    registers: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearOptions:
+    """The third parameter of kernels, a `tl.constexpr`. It has no lengths, so that one program serves all of them."""
+
+    H: int  # value heads
+    K: int  # key heads
+    D: int  # head dim of keys
+    Dv: int  # head dim of values
+    T: int = 0  # tokens, in the kernel of few of them
+    tiles: LinearTiles
+    decay: str  # "none", "constant" [H], "head" [B, T, H] or "channel" [B, T, H, D]
+    resets: bool  # whether a flag may say that a token begins a segment
+    is_even: bool  # whether all tokens of all chunks are there, and none is padding
+    dtype: str  # of products' operands, "bfloat16" or "float32"
+    parts: int  # bfloat16 operands whose sum stands for a float32 operand
+    emulated: bool  # whether bfloat16 operands are float32 numbers that are rounded to it, as the interpreter needs
+    precision: str | None  # of products of float32
+    solving: str | None  # of the products that invert matrices
+    scale: float  # of queries
+
+    @property
+    def operand(self) -> Any:
+        """Triton's dtype of products' operands."""
+        import triton.language as tl
+
+        return tl.bfloat16 if self.dtype == "bfloat16" and not self.emulated else tl.float32
+
+    @property
+    def G(self) -> int:
+        """Value heads per key head."""
+        return self.H // self.K
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 16 tokens of a chunk."""
+        return self.tiles.C // BLOCK
+
+    @property
+    def width(self) -> int:
+        """The head dim of keys as a power of two of at least 16."""
+        return max(16, 1 << (self.D - 1).bit_length())
+
+    @property
+    def gated(self) -> bool:
+        """Whether anything of a state is lost from token to token."""
+        return self.decay != "none" or self.resets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearPlan(LinearOptions):
+    """The options of a call's kernels, and what their code does not depend on; hashable.
+
+    Attributes:
+        B: rows.
+        length: tokens of a row.
+        out_dtype: of outputs.
+        scores: how the kernel is compiled that computes what needs no state; its ``columns`` are not used.
+        arch: the architecture to compile for; empty for this machine's GPU.
+        interpret: whether kernels run in Triton's interpreter.
+    """
+
+    B: int
+    length: int
+    out_dtype: str
+    scores: LinearTiles
+    arch: str = ""
+    interpret: bool = False
+
+    def options(self, tiles: LinearTiles) -> LinearOptions:
+        """The options of the kernel that is compiled with ``tiles``."""
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(LinearOptions)}
+        return LinearOptions(**fields | {"tiles": tiles})
+
+
+def make_plan(
+    metadata: OperationMetadata, query: jax.Array, value: jax.Array, dtype: str, decay: jax.Array | None,
+    scale: float | None, resets: bool, pads: bool,
+) -> LinearPlan:  # fmt: skip
+    """The plan of a call.
+
+    Args:
+        metadata: of the operation.
+        query: [B, T, K, D].
+        value: [B, T, H, Dv].
+        dtype: the common dtype of query, key and value.
+        decay: None, [H], [B, T, H] or [B, T, H, D].
+        scale: of queries; None for ``D ** -0.5``.
+        resets: whether tokens may begin segments.
+        pads: whether tokens may be padding.
+    """
+    (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
+    arch = "" if metadata.interpret else current() or device_arch()
+    parts = _PARTS.get(metadata.precision, 3) if dtype == "bfloat16" else 1
+    rough = metadata.precision == lax.Precision.DEFAULT
+    tiles, scores = choose(arch, dtype, D, Dv, B * H, T)
+    solving = "ieee" if is_amd(arch) or not (rough or parts == 2) else "tf32" if rough else "tf32x3"
+    return LinearPlan(
+        B=B, length=T, H=H, K=K, D=D, Dv=Dv, T=T if T <= FEW else 0, tiles=tiles, scores=scores,
+        decay={None: "none", 1: "constant", 3: "head", 4: "channel"}[None if decay is None else decay.ndim],
+        resets=resets, is_even=T % tiles.C == 0 and not pads, dtype=dtype, out_dtype=query.dtype.name, parts=parts,
+        emulated=metadata.interpret and dtype == "bfloat16",
+        precision=None if dtype == "bfloat16" else "tf32" if rough else "ieee", solving=solving,
+        scale=D**-0.5 if scale is None else float(scale), arch=arch, interpret=metadata.interpret,
+    )  # fmt: skip
+
+
+def choose(arch: str, dtype: str, D: int, Dv: int, states: int, T: int) -> tuple[LinearTiles, LinearTiles]:
+    """How the kernels of states and of scores are compiled.
+
+    Programs of states have the most columns of values that leave no multiprocessor idle: each has the keys and queries
+    of all tokens to read.
+
+    Args:
+        arch: the architecture; empty in the interpreter.
+        dtype: of products' operands.
+        D: the head dim of keys.
+        Dv: the head dim of values.
+        states: rows times value heads.
+        T: tokens of a row.
+    """
+    wide = dtype == "float32"
+    widest = min(_WIDEST, max(16, 1 << (Dv - 1).bit_length()))
+    columns = next((x for x in (64, 32) if x <= widest and states * cdiv(Dv, x) >= multiprocessors(arch)), 16)
+    columns = min(columns, widest)
+    return LinearTiles(64, columns, 4, 2), LinearTiles(64, 16, 1, 1)

@@ -91,6 +91,13 @@ class _Anything:
     def __bool__(self) -> bool:
         return False
 
+    def keys(self) -> tuple[str, ...]:
+        """No keyword arguments."""
+        return ()
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return (object,)
+
     def __or__(self, other: Any) -> Any:
         return self
 
@@ -121,7 +128,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _StandIn(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing: a stand-in has no code."""
+        """Nothing but what kernels depend on: a stand-in has no code."""
+        if module.__name__ == "fla.utils":
+            module.__dict__["IS_TF32_SUPPORTED"] = True
 
 
 def compiled(peer: Peer, folder: Path, arch: str, H: int, K: int, D: int) -> aot.Binary:

@@ -84,6 +84,11 @@ class LinearOptions:
         return max(16, 1 << (self.D - 1).bit_length())
 
     @property
+    def piece(self) -> int:
+        """Features that a product of the kernel of scores has at once."""
+        return min(32, self.width)
+
+    @property
     def gated(self) -> bool:
         """Whether anything of a state is lost from token to token."""
         return self.decay != "none" or self.resets

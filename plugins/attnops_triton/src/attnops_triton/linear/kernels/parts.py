@@ -80,17 +80,18 @@ def load_gate(pointer, n, program, start, real, size: tl.constexpr, options: tl.
 
 @triton.jit
 def load_keys(
-    pointer, n, program, start, real, size: tl.constexpr, options: tl.constexpr
+    pointer, n, program, start, real, size: tl.constexpr, first: tl.constexpr, width: tl.constexpr,
+    options: tl.constexpr,
 ):  # fmt: skip
-    """The queries or keys of ``size`` tokens, [size, width] operands; 0 for padding."""
-    column = tl.arange(0, options.width)
+    """``width`` features from ``first`` on of the queries or keys of ``size`` tokens, operands; 0 for padding."""
+    column = first + tl.arange(0, width)
     at = (token_of(n, program, start) * options.K + program.h // options.G) * options.D
     at = pointer + at + tl.arange(0, size)[:, None] * (options.K * options.D) + column[None, :]
-    if options.is_even and options.width == options.D:
+    if first + width > options.D:
+        return tl.load(at, mask=real[:, None] & (column < options.D)[None, :], other=0.0)
+    if options.is_even:
         return tl.load(at)
-    if options.width == options.D:
-        return tl.load(at, mask=real[:, None], other=0.0)
-    return tl.load(at, mask=real[:, None] & (column < options.D)[None, :], other=0.0)
+    return tl.load(at, mask=real[:, None], other=0.0)
 
 
 @triton.jit

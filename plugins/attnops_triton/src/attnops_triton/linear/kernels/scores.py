@@ -43,43 +43,58 @@ def attnops_linear_scores(x, n, options: tl.constexpr):
     if options.gated:
         sums = cumulative(x, n, program, chunk, real, begins, options)
         store_gates(x, index, sums, options)
-    inverse = ()
-    for b in tl.static_range(blocks):
-        start = chunk * options.tiles.C + b * _BLOCK
-        query = load_keys(x.query, n, program, start, real[b], _BLOCK, options)
-        left = load_keys(x.key, n, program, start, real[b], _BLOCK, options)
-        strict = ()
-        for c in tl.static_range(b + 1):
-            start = chunk * options.tiles.C + c * _BLOCK
-            right = tl.trans(load_keys(x.key, n, program, start, real[c], _BLOCK, options))
-            decays = products_of_decays(sums, b, c, options)
-            scores = tl.dot(query, right, input_precision=options.precision) * decays
-            store_block(x.scores, index, b, c, narrowed(scores, options), options)
-            if x.beta is not None:
-                start = chunk * options.tiles.C + b * _BLOCK
-                beta = load_gate(x.beta, n, program, start, real[b], _BLOCK, options)
-                found = tl.dot(left, right, input_precision=options.precision) * decays * beta[:, None]
-                if b == c:
-                    row = tl.arange(0, _BLOCK)
-                    found = tl.where(row[:, None] > row[None, :], found, 0.0)
-                strict = strict + (found,)
-        if x.beta is not None:
-            inverse = inverse + inverse_row(strict, inverse, b, options)
-    for b in tl.static_range(blocks):
-        for c in tl.static_range(blocks):
-            if c > b:
-                zeros = tl.full([_BLOCK, _BLOCK], 0.0, options.operand)
-                store_block(x.scores, index, b, c, zeros, options)
-                if x.beta is not None:
-                    store_block(x.inverse, index, b, c, zeros, options)
-            elif x.beta is not None:
-                start = chunk * options.tiles.C + c * _BLOCK
-                beta = load_gate(x.beta, n, program, start, real[c], _BLOCK, options)
-                found = inverse[b * (b + 1) // 2 + c] * beta[None, :]
+    if x.beta is not None:
+        betas = ()
+        for b in tl.static_range(blocks):
+            start = chunk * options.tiles.C + b * _BLOCK
+            betas = betas + (load_gate(x.beta, n, program, start, real[b], _BLOCK, options),)
+        above = ()
+        row = tl.arange(0, _BLOCK)
+        for b in tl.static_range(blocks):
+            found = products_row(x.key, x, n, program, chunk, real, sums, b, options)
+            strict = ()
+            for c in tl.static_range(b):
+                strict = strict + (found[c] * betas[b][:, None],)
+            last = tl.where(row[:, None] > row[None, :], found[b] * betas[b][:, None], 0.0)
+            found = inverse_row(strict + (last,), above, b, options)
+            above = above + found
+            for c in tl.static_range(b + 1):
+                block = found[c] * betas[c][None, :]
                 if options.parts == 1:
-                    store_block(x.inverse, index, b, c, narrowed(found, options), options)
-                else:
-                    store_block(x.inverse, index, b, c, found, options)
+                    block = narrowed(block, options)
+                store_block(x.inverse, index, b, c, block, options)
+            for c in tl.static_range(b + 1, blocks):
+                store_block(x.inverse, index, b, c, tl.full([_BLOCK, _BLOCK], 0.0, tl.float32), options)
+    for b in tl.static_range(blocks):
+        found = products_row(x.query, x, n, program, chunk, real, sums, b, options)
+        for c in tl.static_range(b + 1):
+            store_block(x.scores, index, b, c, narrowed(found[c], options), options)
+        for c in tl.static_range(b + 1, blocks):
+            store_block(x.scores, index, b, c, tl.full([_BLOCK, _BLOCK], 0.0, tl.float32), options)
+
+
+@triton.jit
+def products_row(
+    pointer, x, n, program, chunk, real, sums, b: tl.constexpr, options: tl.constexpr
+):  # fmt: skip
+    """The products of the b-th block's queries or keys with the keys up to each, times those of decays, by block."""
+    found = ()
+    for c in tl.static_range(b + 1):
+        found = found + (tl.full([_BLOCK, _BLOCK], 0.0, tl.float32),)
+    start = chunk * options.tiles.C
+    width: tl.constexpr = options.piece
+    pieces: tl.constexpr = options.width // width
+    for i in tl.static_range(pieces):
+        left = load_keys(pointer, n, program, start + b * _BLOCK, real[b], _BLOCK, i * width, width, options)
+        added = ()
+        for c in tl.static_range(b + 1):
+            right = load_keys(x.key, n, program, start + c * _BLOCK, real[c], _BLOCK, i * width, width, options)
+            added = added + (tl.dot(left, tl.trans(right), found[c], input_precision=options.precision),)
+        found = added
+    product = ()
+    for c in tl.static_range(b + 1):
+        product = product + (found[c] * products_of_decays(sums, b, c, options),)
+    return product
 
 
 @triton.jit

@@ -32,8 +32,8 @@ def attnops_linear_chunks(x, n, options: tl.constexpr):
         start = chunk * options.tiles.C
         index = program.state * n.chunks + chunk
         real, _ = load_flags(x, n, program, start, options.tiles.C, options)
-        query = load_keys(x.query, n, program, start, real, options.tiles.C, options)
-        key = load_keys(x.key, n, program, start, real, options.tiles.C, options)
+        query = load_keys(x.query, n, program, start, real, options.tiles.C, 0, options.width, options)
+        key = load_keys(x.key, n, program, start, real, options.tiles.C, 0, options.width, options)
         at, mask = places(n, program, start, first, real, options)
         value = load_masked(x.value + at, mask, options)
         states = parts(state, options.parts, options)

@@ -13,6 +13,6 @@ from attnops_linear.request import LinearRequest
 from attnops_linear.state import StateCache
 
 __all__ = [
-    "CausalConv1d", "ConvOutput", "LinearArguments", "LinearAttention", "LinearOutput", "LinearRequest", "StateCache", "__version__",
-    "reference",
+    "CausalConv1d", "ConvOutput", "LinearArguments", "LinearAttention", "LinearOutput", "LinearRequest", "StateCache",
+    "__version__", "reference",
 ]  # fmt: skip

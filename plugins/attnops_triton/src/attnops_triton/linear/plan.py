@@ -1,4 +1,4 @@
-"""What is static about a call of linear attention: `LinearPlan`, and `LinearOptions`, on which kernels' code depends."""
+"""What is static about a call of linear attention: `LinearPlan`; kernels' code depends on its `LinearOptions` alone."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from jax import lax
 from attnops import OperationMetadata
 from attnops_linear.chunks import FEW
 from attnops_triton.flash.plan import cdiv
+from attnops_triton.flash.tile_sizes import known
 from attnops_triton.language.compat import device_arch
-from attnops_triton.targets import current, is_amd, multiprocessors, shared_memory
+from attnops_triton.targets import SHARED_MEMORY, TENSOR_MEMORY, current, is_amd, multiprocessors
 
 # Tokens of the blocks whose inverses are found by substitution; the smallest side of a product.
 BLOCK: Final = 16
 # bfloat16 operands whose sum stands for a float32 operand, by precision; 3 otherwise.
 _PARTS: Final[dict[Any, int]] = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2}
-# Columns of values that a program may have.
-_WIDEST: Final = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +139,7 @@ def make_plan(
     arch = "" if metadata.interpret else current() or device_arch()
     parts = _PARTS.get(metadata.precision, 3) if dtype == "bfloat16" else 1
     rough = metadata.precision == lax.Precision.DEFAULT
-    tiles, scores = choose(arch, dtype, D, Dv, B * H, T)
+    tiles, scores = choose(arch, dtype, D, Dv, B * H)
     solving = "ieee" if is_amd(arch) or not (rough or parts == 2) else "tf32" if rough else "tf32x3"
     return LinearPlan(
         B=B, length=T, H=H, K=K, D=D, Dv=Dv, T=T if T <= FEW else 0, tiles=tiles, scores=scores,
@@ -152,11 +151,11 @@ def make_plan(
     )  # fmt: skip
 
 
-def choose(arch: str, dtype: str, D: int, Dv: int, states: int, T: int) -> tuple[LinearTiles, LinearTiles]:
+def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearTiles, LinearTiles]:
     """How the kernels of states and of scores are compiled.
 
-    Programs of states have the most columns of values that leave no multiprocessor idle: each has the keys and queries
-    of all tokens to read.
+    Programs of states have the most columns of values that leave no multiprocessor idle, since each reads the keys and
+    queries of all tokens.
 
     Args:
         arch: the architecture; empty in the interpreter.
@@ -164,10 +163,14 @@ def choose(arch: str, dtype: str, D: int, Dv: int, states: int, T: int) -> tuple
         D: the head dim of keys.
         Dv: the head dim of values.
         states: rows times value heads.
-        T: tokens of a row.
     """
-    wide = dtype == "float32"
-    widest = min(_WIDEST, max(16, 1 << (Dv - 1).bit_length()))
-    columns = next((x for x in (64, 32) if x <= widest and states * cdiv(Dv, x) >= multiprocessors(arch)), 16)
-    columns = min(columns, widest)
-    return LinearTiles(64, columns, 4, 2), LinearTiles(64, 16, 1, 1)
+    wide, amd, room = dtype == "float32", is_amd(arch), SHARED_MEMORY[known(arch)]
+    # Keys, queries, scores and inverse of a chunk are in shared memory, and those of the next one, which is loaded.
+    C = 32 if wide or (D > 128 and room < 128 << 10) else 64
+    most = 16 if wide or D > 128 or (amd and room <= 64 << 10) else 32 if room < 128 << 10 else 64
+    columns = next((x for x in (64, 32) if x <= most and states * cdiv(Dv, x) >= multiprocessors(arch)), 16)
+    columns = min(columns, max(16, 1 << (Dv - 1).bit_length()))
+    # With four warps, products are in tensor memory on Blackwell; Triton before 3.8 has a race there if one is added to
+    # from turn to turn of a loop (flash-linear-attention's `chunk_delta_h.py`).
+    warps = 2 if known(arch) in TENSOR_MEMORY else 8 if not amd and (wide or D > 128) else 4
+    return LinearTiles(C, columns, warps, 1 if wide else 2), LinearTiles(C, 16, 1, 1)

@@ -79,7 +79,7 @@ def products_row(
 ):  # fmt: skip
     """The products of the b-th block's queries or keys with the keys up to each, times those of decays, by block."""
     found = ()
-    for c in tl.static_range(b + 1):
+    for _ in tl.static_range(b + 1):
         found = found + (tl.full([_BLOCK, _BLOCK], 0.0, tl.float32),)
     start = chunk * options.tiles.C
     width: tl.constexpr = options.piece

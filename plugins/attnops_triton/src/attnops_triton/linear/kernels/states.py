@@ -11,7 +11,6 @@ from triton.language.standard import _sum_combine as total
 
 from attnops_triton.linear.kernels.parts import (
     load_flags,
-    load_gate,
     load_keys,
     locate,
     narrowed,

@@ -91,6 +91,17 @@ def test_other_checks(T: int, check: str) -> None:
 
 
 @pytest.mark.slow
+def test_mixed_dtypes() -> None:
+    (query, key, value), options = problem(20, B=1, K=1, H=1)(np.random.default_rng(0))
+    arrays = {"key": key, "value": value, **options}
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()} | {"query": query.astype(jnp.bfloat16)}
+    operation = TritonLinearAttention(OperationMetadata(platform="cuda", interpret=True))
+    found, expected = (x(**arrays, return_state=True) for x in (operation, LinearAttention()))
+    assert found.attention_outputs.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.state, expected.state, atol=3e-6)
+
+
+@pytest.mark.slow
 def test_each_precision_is_as_exact_as_it_says() -> None:
     (query, key, value), options = problem(70, B=1, K=1, H=2)(np.random.default_rng(0))
     arrays = {"query": query, "key": key, "value": value, "beta": options["beta"], "decay": options["decay"]}

@@ -63,9 +63,8 @@ def _call(plan: LinearPlan, given: dict[str, jax.Array]) -> tuple[jax.Array, jax
     }
     N, columns = cdiv(T, C), cdiv(plan.Dv, plan.tiles.columns)
     stored = given["query"].dtype
-    out_dtype = jnp.float32 if plan.emulated else jnp.dtype(plan.out_dtype)
     outputs = {
-        "out": jax.ShapeDtypeStruct((B, T, H, plan.Dv), out_dtype),
+        "out": jax.ShapeDtypeStruct((B, T, H, plan.Dv), jnp.float32 if plan.interpret else plan.out_dtype),
         "state": jax.ShapeDtypeStruct((B, H, plan.D, plan.Dv), jnp.float32),
     }
     sizes = Sizes(T, N, columns)

@@ -166,8 +166,9 @@ def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearT
     """
     wide, amd, room = dtype == "float32", is_amd(arch), SHARED_MEMORY[known(arch)]
     # Keys, queries, scores and inverse of a chunk are in shared memory, and those of the next one, which is loaded.
-    C = 32 if wide or (D > 128 and room < 128 << 10) else 64
-    most = 16 if wide or D > 128 or (amd and room <= 64 << 10) else 32 if room < 128 << 10 else 64
+    small = room < 128 << 10
+    C = 64 // (1 + wide) // (1 + (D > 128 and small))
+    most = 16 if wide or D > 128 or (amd and small) else 32 if small else 64
     columns = next((x for x in (64, 32) if x <= most and states * cdiv(Dv, x) >= multiprocessors(arch)), 16)
     columns = min(columns, max(16, 1 << (Dv - 1).bit_length()))
     # With four warps, products are in tensor memory on Blackwell; Triton before 3.8 has a race there if one is added to

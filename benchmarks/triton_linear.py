@@ -57,11 +57,11 @@ _BYTES: Final = {
 }
 
 
-def ours(arch: str, precision: str | None, decode: bool) -> list[dict[str, Any]]:
+def ours(arch: str, precision: str | None, decode: bool, batch: int) -> list[dict[str, Any]]:
     """A row for each kernel of attnops-triton."""
     metadata = OperationMetadata(platform="cuda", on_unsupported="error", precision=precision)  # type: ignore[arg-type]
     operation = TritonLinearAttention(metadata)
-    B, T = (ROWS, 1) if decode else (1, TOKENS)
+    B, T = (ROWS, 1) if decode else (batch, TOKENS)
     x = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16)
     gate, state = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, T, H), (B, H, D, D)))
 
@@ -132,6 +132,7 @@ def theirs(arch: str, folder: Path, decode: bool) -> list[dict[str, Any]]:
 def main(
     arch: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(ARCHS)}; may repeat.")] = None,
     fla: Annotated[Path | None, typer.Option(help="The folder of an installed flash-linear-attention.")] = None,
+    batch: Annotated[int, typer.Option(help="Rows of 4,096 tokens; of many, our programs have more columns.")] = 1,
     json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
 ) -> None:
     """Compile the kernels, and print their figures."""
@@ -139,7 +140,7 @@ def main(
     for architecture in arch or ARCHS:
         for decode in (False, True):
             for precision in (None, "default")[: 1 if decode else 2]:
-                rows += ours(architecture, precision, decode)
+                rows += ours(architecture, precision, decode, batch)
             rows += [] if fla is None else theirs(architecture, fla, decode)
     table = Table(title=f"triton {importlib.metadata.version('triton')}, {H} heads of {D}, bfloat16")
     for name in rows[0]:

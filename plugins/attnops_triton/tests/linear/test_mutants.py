@@ -70,7 +70,7 @@ MISTAKES = {
     "a reset keeps the state": ("chunks", "of_block.resets == 0", "of_block.resets >= 0"),
     "the end has no resets": ("chunks", "of_block.resets == end.resets", "of_block.resets >= 0"),
     "a token sees those after it": ("chunks", "keeps = row[:, None] >= row", "keeps = row[:, None] + 99 >= row"),
-    "beta is left out of the system": ("chunks", "found[c] * betas[b][:, None]", "found[c]"),
+    "beta is left out of the system": ("four blocks", "found[c] * betas[b][:, None]", "found[c]"),
     "beta is left out of the inverse": ("chunks", "found[c] * betas[c][None, :]", "found[c]"),
     "blocks are solved to first order": ("chunks", "range(_BLOCK - 1)", "range(1)"),
     "a block between two is left out": (

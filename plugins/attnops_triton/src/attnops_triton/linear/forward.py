@@ -41,8 +41,8 @@ def forward(
         if x is not None
     }
     if mask is not None:
-        flags = 0 if starts is None else jnp.where(starts, 1, 0)
-        given["flags"] = (flags if is_token is None else jnp.where(is_token, flags, 2)).astype(jnp.int8)
+        flags = jnp.zeros(query.shape[:2], jnp.int8) if starts is None else starts.astype(jnp.int8)
+        given["flags"] = flags if is_token is None else jnp.where(is_token, flags, jnp.int8(2))
     if plan.decay == "constant":  # of no row
         given["decay"] = given["decay"][None]
     outputs, state = _call(plan, given)

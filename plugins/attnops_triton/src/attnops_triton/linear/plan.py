@@ -138,9 +138,10 @@ def make_plan(
     (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
     arch = "" if metadata.interpret else current() or device_arch()
     parts = _PARTS.get(metadata.precision, 3) if dtype == "bfloat16" else 1
-    rough = metadata.precision == lax.Precision.DEFAULT
+    # Of AMD's GPUs only gfx942 has TF32.
+    rough = metadata.precision == lax.Precision.DEFAULT and not is_amd(arch)
     tiles, scores = choose(arch, dtype, D, Dv, B * H)
-    solving = "ieee" if is_amd(arch) or not (rough or parts == 2) else "tf32" if rough else "tf32x3"
+    solving = "tf32" if rough else "tf32x3" if parts == 2 and not is_amd(arch) else "ieee"
     return LinearPlan(
         B=B, length=T, H=H, K=K, D=D, Dv=Dv, T=T if T <= FEW else 0, tiles=tiles, scores=scores,
         decay={None: "none", 1: "constant", 3: "head", 4: "channel"}[None if decay is None else decay.ndim],

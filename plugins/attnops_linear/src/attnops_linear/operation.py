@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from attnops.masks import Mask
     from attnops.typing import Function
     from attnops_caches import Rows
+
+
+class LinearArguments(TypedDict, total=False):
+    """The optional arguments of a forward; see `LinearAttention.forward_native`."""
+
+    decay: jax.Array | None
+    beta: jax.Array | None
+    scale: float | None
+    initial_state: jax.Array | None
+    mask: Tokens | None
+    return_state: bool
 
 
 class LinearAttention(BaseOperation):
@@ -147,6 +158,44 @@ class LinearAttention(BaseOperation):
         if is_token is not None:
             outputs = jnp.where(is_token[:, :, None, None], outputs, 0)
         return LinearOutput(outputs.astype(query.dtype), state if return_state else None)
+
+    def with_native_derivatives(
+        self,
+        kernel: Callable[..., LinearOutput],
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        **options: Unpack[LinearArguments],
+    ) -> LinearOutput:
+        """What a kernel computes, with the derivatives of `forward_native`, of all orders.
+
+        Args:
+            kernel: a function of the metadata and the arguments of `forward_native`. It is not called without tokens.
+            query: [B, T, K, D].
+            key: [B, T, K, D].
+            value: [B, T, Hv, Dv].
+            **options: the other arguments of `forward_native`.
+        """
+        static: Any = {name: x for name, x in options.items() if name in ("scale", "return_state")}
+        arrays: Any = {name: x for name, x in options.items() if name not in static}
+        arrays |= {"query": query, "key": key, "value": value}
+
+        def native(arrays: Any) -> LinearOutput:
+            return self.forward_native(**arrays, **static)
+
+        if 0 in (*query.shape[:2], value.shape[2]):
+            return native(arrays)
+
+        @jax.custom_jvp
+        def run(arrays: Any) -> LinearOutput:
+            return kernel(self.metadata, **arrays, **static)
+
+        @run.defjvp
+        def tangent(primals: Any, tangents: Any) -> tuple[LinearOutput, LinearOutput]:
+            return run(*primals), jax.jvp(native, primals, tangents)[1]
+
+        output: LinearOutput = run(arrays)
+        return output
 
     def step(
         self,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import jax
 
-from attnops_triton.language.build import CompiledKernel, Recipe, build, lowered
+from attnops_triton.language.build import build, lowered
 from attnops_triton.language.launch import Launched, recording
 from attnops_triton.targets import TARGETS, capability, is_amd, target
 
@@ -98,13 +98,18 @@ def compile_for(launched: Launched, arch: str, ptxas: Path | None = None) -> Bin
     if arch not in TARGETS:
         raise ValueError(f"arch={arch!r} is unknown; use one of {list(TARGETS)}")
     recipe = dataclasses.replace(launched.recipe, arch=arch)
-    return _amd(recipe) if is_amd(arch) else _nvidia(build(recipe), arch, ptxas)
+    if is_amd(arch):
+        modules, metadata = lowered(recipe)
+        return amd_binary(modules["amdgcn"], metadata["shared"])
+    program = build(recipe)
+    return nvidia_binary(program.code, program.shared, arch, ptxas)
 
 
-def _nvidia(program: CompiledKernel, arch: str, ptxas: Path | None) -> Binary:
+def nvidia_binary(ptx: bytes, shared: int, arch: str, ptxas: Path | None = None) -> Binary:
+    """A kernel for NVIDIA's GPUs from its PTX, which needs ``shared`` bytes of shared memory; see `compile_for`."""
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
-        source.write_bytes(program.code)
+        source.write_bytes(ptx)
         # The same options as jaxlib's.
         accelerated = "a" if capability(arch) >= 90 else ""
         options = (str(source), "-o", str(binary), f"-arch={arch}{accelerated}")
@@ -118,8 +123,8 @@ def _nvidia(program: CompiledKernel, arch: str, ptxas: Path | None) -> Binary:
     local = sum(int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("STACK", "LOCAL"))
     sequences = (_names(loop) for loop in innermost_loops(code))
     return Binary(
-        registers, local, program.shared, collections.Counter(_names(code.splitlines())),
-        tuple(x for x in sequences if any(name in PRODUCTS for name in x)), program.code.decode(), code,
+        registers, local, shared, collections.Counter(_names(code.splitlines())),
+        tuple(x for x in sequences if any(name in PRODUCTS for name in x)), ptx.decode(), code,
     )  # fmt: skip
 
 
@@ -145,9 +150,8 @@ def _names(lines: list[str]) -> tuple[str, ...]:
     return tuple(match[1] for match in names if match)
 
 
-def _amd(recipe: Recipe) -> Binary:
-    modules, metadata = lowered(recipe)
-    text = modules["amdgcn"]
+def amd_binary(text: str, shared: int) -> Binary:
+    """A kernel for AMD's GPUs from its assembly, which needs ``shared`` bytes of shared memory."""
 
     def figure(name: str) -> int:
         return int(re.findall(rf"\.{name}:\s*(\d+)", text)[-1])
@@ -155,7 +159,7 @@ def _amd(recipe: Recipe) -> Binary:
     names = (re.match(r"\s+([vs]_\w+|ds_\w+|buffer_\w+|global_\w+)", line) for line in text.splitlines())
     counted = collections.Counter(match[1] for match in names if match)
     return Binary(
-        figure("vgpr_count"), figure("vgpr_spill_count"), metadata["shared"], counted, (), text, text
+        figure("vgpr_count"), figure("vgpr_spill_count"), shared, counted, (), text, text
     )  # fmt: skip
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final, Unpack
 
 import jax
 
 from attnops import Limits, OperationMetadata, Reason, Request
-from attnops_linear import LinearAttention, LinearOutput, LinearRequest
+from attnops_linear import LinearArguments, LinearAttention, LinearOutput, LinearRequest
 from attnops_linear.chunks import FEW
 
 # The head dims that vector memory has room for.
@@ -52,28 +52,10 @@ class TPULinearAttention(LinearAttention):
             yield "derivatives are those of the native forward, in plain JAX"
 
     def forward_tpu(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, *, decay: jax.Array | None = None,
-        beta: jax.Array | None = None, scale: float | None = None, initial_state: jax.Array | None = None,
-        mask: Any = None, return_state: bool = False,
-    ) -> LinearOutput:  # fmt: skip
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[LinearArguments]
+    ) -> LinearOutput:
         """See `attnops_linear.LinearAttention.forward_native`."""
-        arrays: dict[str, Any] = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
-        arrays |= {"initial_state": initial_state, "mask": mask}
-        static: Any = {"scale": scale, "return_state": return_state}
-        if 0 in (*query.shape[:2], value.shape[2]):
-            return self.forward_native(**arrays, **static)
         # Pallas is imported here, so that the plugin can be listed on machines without its requirements.
         from attnops_tpu.linear.forward import forward
 
-        @jax.custom_jvp
-        def run(arrays: dict[str, Any]) -> LinearOutput:
-            return forward(self.metadata, **arrays, **static)
-
-        @run.defjvp
-        def tangent(primals: Any, tangents: Any) -> tuple[LinearOutput, LinearOutput]:
-            def native(arrays: dict[str, Any]) -> LinearOutput:
-                return self.forward_native(**arrays, **static)
-
-            return run(*primals), jax.jvp(native, primals, tangents)[1]
-
-        return run(arrays)
+        return self.with_native_derivatives(forward, query, key, value, **options)

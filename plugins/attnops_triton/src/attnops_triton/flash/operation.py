@@ -69,7 +69,7 @@ class TritonFlashAttention(FlashAttention):
         """Yields the reasons why these kernels can't serve a request: versions, the GPU, and tile sizes."""
         yield from missing(request.interpret)
         if not request.interpret:
-            yield from _gpu_reasons(request)
+            yield from gpu_reasons(request)
         for name in ("block_q", "block_k"):
             block = getattr(self.metadata, name)
             if block is not None and (block < 16 or block & (block - 1)):
@@ -107,7 +107,7 @@ class TritonFlashAttention(FlashAttention):
         return TritonFlash()
 
 
-def _gpu_reasons(request: Request) -> Iterable[Reason]:
+def gpu_reasons(request: Request) -> Iterable[Reason]:
     """Reasons why kernels can't run on the GPU that they would be compiled for, if there is one."""
     from attnops_triton.flash.tile_sizes import known
     from attnops_triton.language import assembler

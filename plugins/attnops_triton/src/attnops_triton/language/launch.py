@@ -18,12 +18,13 @@ from attnops_triton.flash.operands import Operand
 from attnops_triton.flash.plan import FlashPlan, TileSizes
 from attnops_triton.language.build import Recipe
 from attnops_triton.language.source import KernelFunction
+from attnops_triton.linear.plan import LinearPlan, LinearTiles
 
 if TYPE_CHECKING:
     from attnops.typing import Array, Function, PyTree
 
-AnyPlan: TypeAlias = FlashPlan | CachePlan
-AnyTiles: TypeAlias = TileSizes | CacheTileSizes
+AnyPlan: TypeAlias = FlashPlan | CachePlan | LinearPlan
+AnyTiles: TypeAlias = TileSizes | CacheTileSizes | LinearTiles
 
 # Part of the key of JAX's cache of traced functions, so that functions are traced again for each recording.
 _RECORD: TraceContext[Recording | None] = TraceContext("attnops-triton:recording", None)

@@ -1,0 +1,156 @@
+"""The kernels that pass on a state: from chunk to chunk, and from token to token.
+
+A program has some columns of a head's state, in registers, which no other columns depend on.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.standard import _sum_combine as total
+
+from attnops_triton.linear.kernels.parts import (
+    load_flags,
+    load_keys,
+    locate,
+    narrowed,
+    parts,
+    product,
+    token_of,
+)
+
+
+@triton.jit
+def attnops_linear_chunks(x, n, options: tl.constexpr):
+    """The outputs and the last state, chunk by chunk."""
+    pid = tl.program_id(0)
+    program = locate(pid // n.columns, options)
+    first = pid % n.columns * options.tiles.columns
+    state = load_state(x.initial, program, first, options)
+    for chunk in range(0, n.chunks):
+        start = chunk * options.tiles.C
+        index = program.state * n.chunks + chunk
+        real, _ = load_flags(x, n, program, start, options.tiles.C, options)
+        query = load_keys(x.query, n, program, start, real, options.tiles.C, 0, options.width, options)
+        key = load_keys(x.key, n, program, start, real, options.tiles.C, 0, options.width, options)
+        at, mask = places(n, program, start, first, real, options)
+        value = load_masked(x.value + at, mask, options)
+        states = parts(state, options.parts, options)
+        output = product((query,), (states[0],), 1, options)
+        if options.gated:
+            token = x.gates + index * (2 * options.tiles.C) + tl.arange(0, options.tiles.C)
+            kept = tl.load(token)
+            output = output * kept[:, None]
+        if x.inverse is not None:
+            past = product((key,), states, options.parts, options)
+            if options.gated:
+                past = past * kept[:, None]
+            change = parts(value.to(tl.float32) - past, options.parts, options)
+            inverse = load_square(x.inverse, index, options)
+            update = product(parts(inverse.to(tl.float32), options.parts, options), change, options.parts, options)
+        else:
+            update = value.to(tl.float32)
+        scores = load_square(x.scores, index, options)
+        output = output + tl.dot(scores, narrowed(update, options), input_precision=options.precision)
+        output = (output * options.scale).to(x.out.dtype.element_ty)
+        if options.is_even and options.Dv % options.tiles.columns == 0:
+            tl.store(x.out + at, output)
+        else:
+            column = first + tl.arange(0, options.tiles.columns)
+            there = (start + tl.arange(0, options.tiles.C) < n.T)[:, None] & (column < options.Dv)[None, :]
+            tl.store(x.out + at, output, mask=there)
+        if options.gated:
+            update = update * tl.load(token + options.tiles.C)[:, None]
+            state = state * tl.load(x.gates + index * (2 * options.tiles.C) + (options.tiles.C - 1))
+        state = state + product((tl.trans(key),), parts(update, options.parts, options), options.parts, options)
+    store_state(x.state, program, first, state, options)
+
+
+@triton.jit
+def attnops_linear_tokens(x, n, options: tl.constexpr):
+    """The outputs of few tokens and the last state, token by token, in float32."""
+    pid = tl.program_id(0)
+    program = locate(pid // n.columns, options)
+    first = pid % n.columns * options.tiles.columns
+    feature = tl.arange(0, options.width)
+    column = first + tl.arange(0, options.tiles.columns)
+    state = load_state(x.initial, program, first, options)
+    tokens: tl.constexpr = options.T
+    for t in tl.static_range(tokens):
+        token = token_of(n, program, t)
+        real, begins = load_flags(x, n, program, t, 1, options)
+        at = (token * options.K + program.h // options.G) * options.D + feature
+        query = tl.load(x.query + at, mask=(feature < options.D) & real, other=0.0).to(tl.float32)
+        key = tl.load(x.key + at, mask=(feature < options.D) & real, other=0.0).to(tl.float32)
+        at = token * options.H + program.h
+        update = tl.load(x.value + at * options.Dv + column, mask=(column < options.Dv) & real, other=0.0)
+        update = update.to(tl.float32)[None, :]
+        if options.gated:
+            kept = tl.full([1, 1], 1.0, tl.float32)
+            if options.decay == "constant":
+                kept = kept * tl.exp(tl.load(x.decay + program.h))
+            elif options.decay == "head":
+                kept = kept * tl.exp(tl.load(x.decay + at))
+            elif options.decay == "channel":
+                decay = tl.load(x.decay + at * options.D + feature, mask=feature < options.D, other=0.0)
+                kept = tl.exp(decay)[:, None]
+            kept = tl.where(begins[:, None], 0.0, tl.where(real[:, None], kept, 1.0))
+            state = tl.where(kept == 0.0, 0.0, state * kept)
+        if x.beta is not None:
+            past = tl.reduce(state * key[:, None], 0, total)[None, :]
+            beta = tl.load(x.beta + at)
+            update = tl.where(real[:, None], beta * (update - past), 0.0)
+        state = state + key[:, None] * update
+        output = options.scale * tl.reduce(state * query[:, None], 0, total)
+        tl.store(x.out + at * options.Dv + column, output.to(x.out.dtype.element_ty), mask=column < options.Dv)
+    store_state(x.state, program, first, state, options)
+
+
+@triton.jit
+def places(n, program, start, first, real, options: tl.constexpr):
+    """The places of a chunk's values in [B, T, H, Dv], and which of them are there; [C, columns]."""
+    column = first + tl.arange(0, options.tiles.columns)
+    at = (token_of(n, program, start) * options.H + program.h) * options.Dv
+    at = at + tl.arange(0, options.tiles.C)[:, None] * (options.H * options.Dv) + column[None, :]
+    return at, real[:, None] & (column < options.Dv)[None, :]
+
+
+@triton.jit
+def load_masked(pointer, mask, options: tl.constexpr):
+    """A chunk's values; 0 for those that are not there."""
+    if options.is_even and options.Dv % options.tiles.columns == 0:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_square(pointer, index, options: tl.constexpr):
+    """A chunk's matrix, [C, C]."""
+    token = tl.arange(0, options.tiles.C)
+    at = index * (options.tiles.C * options.tiles.C)
+    return tl.load(pointer + at + token[:, None] * options.tiles.C + token[None, :])
+
+
+@triton.jit
+def places_of_state(program, first, options: tl.constexpr):
+    """The places of a program's columns of a state, and which of them are there; [width, columns]."""
+    feature = tl.arange(0, options.width)
+    column = first + tl.arange(0, options.tiles.columns)
+    at = program.state * (options.D * options.Dv) + feature[:, None] * options.Dv + column[None, :]
+    return at, (feature < options.D)[:, None] & (column < options.Dv)[None, :]
+
+
+@triton.jit
+def load_state(pointer, program, first, options: tl.constexpr):
+    """A program's columns of the first state; 0 for None."""
+    if pointer is None:
+        return tl.full([options.width, options.tiles.columns], 0.0, tl.float32)
+    at, mask = places_of_state(program, first, options)
+    return tl.load(pointer + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_state(pointer, program, first, state, options: tl.constexpr):
+    """Store a program's columns of the last state."""
+    at, mask = places_of_state(program, first, options)
+    tl.store(pointer + at, state, mask=mask)

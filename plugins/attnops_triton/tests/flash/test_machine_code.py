@@ -126,13 +126,18 @@ def test_without_its_mend_a_kernel_of_hoppers_loses_it(name: str, tmp_path: Path
 def blackwell(name: str, D: int, loops: int) -> tuple[Loop, ...]:
     """The loops of Blackwell's kernel ``name``, whose tiles have 128 streamed tokens."""
     by_d, by_tokens, copies = D // 16, 128 // 16, 2 * D // 64
+    # At D 64, forward and by query, a quarter of the exponentials are polynomials, which multiply pairs.
+    by_units = 96 if D == 64 and name != "backward_key" else 128
+    pairs = (128 - by_units) // 2
+    words = "a quarter of the exponentials are polynomials"
     if name == "forward":
         both = "a tile's sums and the next scores are issued as soon as its weights are ready"
         return (
             Loop("MUFU", "", 2 * loops, "ARRIVE", 3, (
                 Statement("factors are ready before exponentials", 0, "MUFU", 1, 8),
                 Statement("maxima are found before factors are ready", 0, "FMNMX", 64, 144),
-                Statement("exponentials follow the factors", 1, "MUFU", 121, 128),
+                Statement("exponentials follow the factors", 1, "MUFU", by_units - 7, by_units),
+                Statement(words, 1, "FFMA2", 3 * pairs, 5 * pairs),
                 exactly("scores are read once, before", 1, "LDTM", 0),
                 exactly("weights are written before the last barrier", 1, "STTM", 1),
             )),
@@ -150,7 +155,8 @@ def blackwell(name: str, D: int, loops: int) -> tuple[Loop, ...]:
     halves = (("weights", 5), ("weights", 6)) if by_key else ()
     return (
         Loop("MUFU", "", 2 * loops, "LDTM", 3, (
-            exactly("exponentials run before gradients of weights are read", 1, "MUFU", 64),
+            exactly("exponentials run before gradients of weights are read", 1, "MUFU", by_units // 2),
+            Statement(words, 1, "FFMA2", 3 * pairs // 2, 5 * pairs // 2),
             exactly(early, 1, "STTM", int(by_key)),
             exactly("gradients of scores are written", 2, "STTM", 1),
         )),

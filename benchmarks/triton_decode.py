@@ -11,6 +11,7 @@ checkout of vLLM, whose ``kernel_unified_attention`` is compiled with vLLM's til
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib.util
 import json as json_module
@@ -142,7 +143,8 @@ def _loop(kernel: Any, case: Case, tile: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
-        return aot._inner_loops(aot._run("nvdisasm", "-c", str(path)).splitlines())[0]
+        loops = [collections.Counter(aot._names(x)) for x in aot.innermost_loops(aot._run("nvdisasm", "-c", str(path)))]
+        return next(loop for loop in loops if loop["MUFU"])
 
 
 @functools.cache

@@ -1,26 +1,17 @@
 """A model of the time of Hopper's kernels, from their machine code, beside times that an H200 showed; no GPU::
 
     python benchmarks/triton_time.py
-    python benchmarks/triton_time.py 06-fused-attention.py       # Triton's tutorial; Triton 3.6 to 3.8
 
 128 × 128 scores need ``max(tensor, special) + WAITS · issue`` cycles of a multiprocessor, and each program START cycles
 besides: `triton_static.cycles` counts the three. The two constants are fitted here to forward passes (least squares of
 relative errors), and printed with the error of each; "left out" is the error if the constants are fitted to the other
 head dims alone. Both passes are predicted by the same constants, and were not fitted.
-
-With the file of Triton's tutorial, its forward kernel is compiled, and its time predicted by these constants (START and
-`triton_static.WAITS`, fitted with Triton 3.9) beside times that others published.
+`triton_time_others.py` predicts others' kernels by these constants.
 """
 
 from __future__ import annotations
 
-import ast
-import collections
-import importlib.util
 import os
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -28,10 +19,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from triton_static import ISSUED, MULTIPLICATIONS, SPECIAL, WAITS, cycles
+from triton_static import cycles
 
 from attnops import OperationMetadata, OperationRegistry
-from attnops_triton import aot
 from attnops_triton.aot import compile_for, kernels
 
 CLOCK, MULTIPROCESSORS = 1.8e9, 132
@@ -53,52 +43,6 @@ POINTS = (
     Measured(64, 4096, False, 395, 375), Measured(64, 1024, True, 242, 242), Measured(64, 16384, True, 404, 384),
     Measured(256, 4096, True, 532, 258), Measured(256, 4096, False, 596, 284),
 )  # fmt: skip
-
-# TFLOP/s of the tutorial's forward kernel on an H100 by tokens: D 128, float16, nothing masked, 16 heads, 16k tokens a
-# call. By PyTorch's benchmarks (pull request 2391 of pytorch/benchmark), and by the labels of figure 5 of
-# FlashAttention-3's paper (arXiv:2407.08608).
-TUTORIAL = {512: (329, 323), 1024: (390, 372), 2048: (434, 389), 4096: (458, 389), 8192: (471, 392), 16384: (477, 395)}
-# Its tiles for this GPU: queries, keys, stages and warps. The clock of neither publication is known: an H100's boost.
-TILES, H100 = (128, 64, 3, 4), 1.755e9
-START = 5949
-
-
-def tutorial(path: Path) -> dict[str, float]:
-    """The cycles of the tutorial's kernel, as of `triton_static.cycles`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    text = path.read_text()
-    functions = [x for x in ast.parse(text).body if getattr(x, "name", "") in ("_attn_fwd", "_attn_fwd_inner")]
-    parts = ["import triton\nimport triton.language as tl", *(ast.get_source_segment(text, x) or "" for x in functions)]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "tutorial.py"
-        file.write_text("\n\n\n@triton.jit\n".join(parts) + "\n")
-        spec: Any = importlib.util.spec_from_file_location("tutorial", file)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        bq, bk, stages, warps = TILES
-        names, fixed = module._attn_fwd.arg_names, {"stride_qk": 1, "stride_kk": 1, "stride_vn": 1, "stride_on": 1}
-        fixed |= {"HEAD_DIM": 128, "BLOCK_M": bq, "BLOCK_N": bk, "STAGE": 1, "CAUSAL": False}
-        pointers = dict.fromkeys(("Q", "K", "V", "Out"), "*fp16") | {"M": "*fp32", "sm_scale": "fp32"}
-        signature = {x: "constexpr" if x in fixed else pointers.get(x, "i32") for x in names}
-        divisible = [i for i, x in enumerate(names) if signature[x] in ("*fp16", "*fp32", "i32") and x not in "ZH"]
-        source = ASTSource(
-            module._attn_fwd, signature, {(names.index(x),): value for x, value in fixed.items() if x in names},
-            {(i,): [["tt.divisibility", 16]] for i in divisible},
-        )  # fmt: skip
-        options = {"num_warps": warps, "num_stages": stages}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        binary = Path(folder) / "tutorial.cubin"
-        binary.write_bytes(compiled.asm["cubin"])
-        code = aot._run("nvdisasm", "-c", str(binary))
-    loops = [collections.Counter(aot._names(loop)) for loop in aot.innermost_loops(code)]
-    loop, number = max(loops, key=lambda x: x["MUFU"]), 128 * 128 / (bq * bk)
-    return {
-        "tensor": 128 * 128 * 2 * 128 / MULTIPLICATIONS["sm_90"], "issue": number * sum(loop.values()) * warps / ISSUED,
-        "special": number * loop["MUFU"] * 32 * warps / SPECIAL,
-    }  # fmt: skip
 
 
 def counts(D: int) -> dict[str, dict[str, float]]:
@@ -148,21 +92,8 @@ def error(point: Measured, constants: np.ndarray, used: list[dict[str, float]], 
     return float((total[:2] @ constants + total[2]) / measured_cycles(point, passes) - 1)
 
 
-def by_others(path: Path) -> None:
-    """Print the predicted speed of the tutorial's kernel, and the errors of its time beside those published."""
-    kernel = tutorial(path)
-    print(f"Triton's tutorial, D 128, nothing masked: {kernel}\n{'T':>7}{'TFLOP/s':>9}  published, and the error")
-    for T, published in TUTORIAL.items():
-        used = np.array(terms(Measured(128, T, False, 0, 0), kernel)) @ (START, WAITS, 1)
-        found = 4 * 16384 * T * 2048 * H100 * MULTIPROCESSORS / used / 1e12
-        print(f"{T:7}{found:9.0f}" + "".join(f"{x:8} {x / found - 1:+4.0%}" for x in published))
-
-
 def main() -> None:
     """Print the constants, and the errors of all points."""
-    if sys.argv[1:]:
-        by_others(Path(sys.argv[1]))
-        return
     counted = {D: counts(D) for D in (64, 128, 256)}
     for D, of_kernels in counted.items():
         print(D, of_kernels)

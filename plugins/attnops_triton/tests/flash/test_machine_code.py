@@ -127,13 +127,17 @@ def test_without_its_mend_a_kernel_of_hoppers_loses_it(name: str, tmp_path: Path
 def blackwell(name: str, D: int, loops: int) -> tuple[Loop, ...]:
     """The loops of Blackwell's kernel ``name``, whose tiles have 128 streamed tokens."""
     by_d, by_tokens, copies = D // 16, 128 // 16, 2 * D // 64
+    # At D 64, forward and by query, a quarter of the exponentials are polynomials, which multiply pairs.
+    by_units = 96 if D == 64 and name != "backward_key" else 128
+    pairs = (128 - by_units) // 2
     if name == "forward":
         both = "a tile's sums and the next scores are issued as soon as its weights are ready"
         return (
             Loop("MUFU", "", 2 * loops, "ARRIVE", 3, (
                 Statement("factors are ready before exponentials", 0, "MUFU", 1, 8),
                 Statement("maxima are found before factors are ready", 0, "FMNMX", 64, 144),
-                Statement("exponentials follow the factors", 1, "MUFU", 121, 128),
+                Statement("exponentials follow the factors", 1, "MUFU", by_units - 7, by_units),
+                Statement("a quarter of the exponentials are polynomials", 1, "FFMA2", 3 * pairs, 5 * pairs),
                 exactly("scores are read once, before", 1, "LDTM", 0),
                 exactly("weights are written before the last barrier", 1, "STTM", 1),
             )),
@@ -151,7 +155,7 @@ def blackwell(name: str, D: int, loops: int) -> tuple[Loop, ...]:
     halves = (("weights", 5), ("weights", 6)) if by_key else ()
     return (
         Loop("MUFU", "", 2 * loops, "LDTM", 3, (
-            exactly("exponentials run before gradients of weights are read", 1, "MUFU", 64),
+            exactly("exponentials run before gradients of weights are read", 1, "MUFU", by_units // 2),
             exactly(early, 1, "STTM", int(by_key)),
             exactly("gradients of scores are written", 2, "STTM", 1),
         )),
@@ -178,11 +182,11 @@ def test_blackwells_kernels_overlap(name: str, D: int, mask: str) -> None:
 
 SCORES = "    mbarrier.wait(own.s_ready.index(group), phase)\n"
 DP = "    dp = half_of(own.dp, 0, group, options)\n"
-P = "    p = weights(scores.s, m, log2_sum, options)\n"
+P = "    p = exp2(exponents(scores.s, m, log2_sum, options), options)\n"
 DP_READY = "    mbarrier.wait(own.dp_ready.index(0), done & 1)\n"
 # Blackwell's kernels in another order: what is replaced, and what is then lost.
 ORDERS = {
-    "forward": ((f"{SCORES}    p = weights(s", "    p = weights(s"), "factors are ready before exponentials"),
+    "forward": ((f"{SCORES}    p = exp2(", "    p = exp2("), "factors are ready before exponentials"),
     "backward_query": (
         (P + DP_READY + DP, DP_READY + DP + P), "exponentials run before gradients of weights are read"
     ),

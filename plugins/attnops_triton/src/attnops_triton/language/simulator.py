@@ -12,106 +12,36 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-import ml_dtypes
 import numpy as np
 
 from attnops_triton.language.compat import functions, surroundings
 from attnops_triton.language.interpreter import undecorated
-from attnops_triton.language.source import KernelFunction, shape_of_map
+from attnops_triton.language.simulated_memory import (
+    Pointer,
+    Shared,
+    TensorMap,
+    TensorMemory,
+    copy,
+    elementwise,
+    full,
+    load,
+    maximum,
+    move,
+    store,
+    tensor,
+    where,
+)
+from attnops_triton.language.source import KernelFunction
 
 if TYPE_CHECKING:
     from attnops.typing import NumpyArray
 
 # Whether products in tensor memory run when they are issued rather than when they are waited for. A GPU may do either.
 EAGER: Final = False
-_DTYPES: Final = {
-    "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp64": np.float64, "int1": np.bool_,
-    **{name: getattr(np, name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
-}  # fmt: skip
-
-
-class Tensor(np.ndarray[Any, Any]):
-    """A tensor or a number in registers."""
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Any:
-        """The values in another dtype, or the bits."""
-        return self.view(_numpy(dtype)) if bitcast else self.astype(_numpy(dtype))
-
-    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
-        return np.asarray(array).view(Tensor)
-
-    def __floordiv__(self, other: Any) -> Any:
-        return _tensor(np.trunc(np.divide(self, other)).astype(self.dtype))
-
-
-def _tensor(x: Any) -> Tensor:
-    return np.asarray(x).view(Tensor)
-
-
-def _numpy(dtype: Any) -> Any:
-    """NumPy's dtype for Triton's."""
-    return _DTYPES[str(dtype)]
-
-
-def _full(shape: list[int], value: float, dtype: Any) -> NumpyArray:
-    return np.full(shape, value, _numpy(dtype))
-
-
-class Pointer:
-    """Pointers to elements of an array."""
-
-    def __init__(self, array: NumpyArray, at: Any = 0) -> None:
-        self.array, self.at = array, _tensor(np.asarray(at, np.int64))
-
-    def __add__(self, offsets: Any) -> Pointer:
-        return Pointer(self.array, self.at + offsets)
-
-
-class Shared:
-    """A buffer in shared memory, or a part of it."""
-
-    def __init__(self, array: NumpyArray) -> None:
-        self.array = array
-
-    def index(self, i: Any) -> Shared:
-        """A buffer of several."""
-        return Shared(self.array[int(i)])
-
-    def permute(self, axes: list[int]) -> Shared:
-        """The same memory with its axes in another order."""
-        return Shared(self.array.transpose(axes))
-
-    def slice(self, start: Any, length: int, dim: int) -> Shared:
-        """A part of it."""
-        return Shared(self.array[(slice(None),) * dim + (slice(int(start), int(start) + length),)])
-
-    def load(self, layout: Any) -> Tensor:
-        """Its values."""
-        return _tensor(self.array.copy())
-
-    def store(self, values: Tensor) -> None:
-        """Write it."""
-        self.array[...] = values
-
-
-class TensorMemory(Shared):
-    """Tensor memory, or a part of it."""
-
-    def index(self, i: Any) -> TensorMemory:
-        """See `Shared.index`."""
-        return TensorMemory(self.array[int(i)])
-
-    def slice(self, start: Any, length: int, dim: int = 1) -> TensorMemory:
-        """See `Shared.slice`."""
-        return TensorMemory(super().slice(start, length, dim).array)
-
-    def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> TensorMemory:
-        """The same memory as elements of another dtype."""
-        return TensorMemory(self.array.view(_numpy(dtype)).reshape(shape))
 
 
 class TensorProduct:
@@ -162,7 +92,7 @@ class Product:
         a = self.a.array if isinstance(self.a, Shared) else self.a
         product = np.matmul(np.asarray(a, np.float32), np.asarray(self.b.array, np.float32))
         sums = self.sums.value if isinstance(self.sums, Product) else self.sums
-        self.value = _tensor(product + np.asarray(sums)) if self.adds else _tensor(product)
+        self.value = tensor(product + np.asarray(sums)) if self.adds else tensor(product)
 
 
 class Barriers:
@@ -228,13 +158,13 @@ class Machine:
         found: list[Callable[[], None]] = self.running.copies
         return found
 
-    def copy(self, target: _Map, corner: list[Any], source: Shared) -> None:
+    def copy(self, target: TensorMap, corner: list[Any], source: Shared) -> None:
         """See Gluon's ``async_store``."""
-        self.copies().append(functools.partial(_copy, target, corner, source, add=False))
+        self.copies().append(functools.partial(copy, target, corner, source, add=False))
 
-    def add(self, target: _Map, corner: list[Any], source: Shared) -> None:
+    def add(self, target: TensorMap, corner: list[Any], source: Shared) -> None:
         """See Gluon's ``async_atomic_add``."""
-        self.copies().append(functools.partial(_copy, target, corner, source, add=True))
+        self.copies().append(functools.partial(copy, target, corner, source, add=True))
 
     def wait_for_copies(self, outstanding: int) -> None:
         """See Gluon's ``store_wait``."""
@@ -325,15 +255,15 @@ class Machine:
         from triton.experimental.gluon import language as gl
 
         replaced = dict(
-            program_id=lambda axis: _tensor(np.int32(self.program)), load=_load, store=_store, where=_where,
-            full=lambda shape, value, dtype, layout=None: _tensor(_full(shape, value, dtype)),
-            arange=lambda start, stop, layout=None: _tensor(np.arange(start, stop, dtype=np.int32)),
-            minimum=lambda a, b: _tensor(np.minimum(a, b)), maximum=lambda a, b: _tensor(np.maximum(a, b)),
+            program_id=lambda axis: tensor(np.int32(self.program)), load=load, store=store, where=where,
+            full=lambda shape, value, dtype, layout=None: tensor(full(shape, value, dtype)),
+            arange=lambda start, stop, layout=None: tensor(np.arange(start, stop, dtype=np.int32)),
+            minimum=lambda a, b: tensor(np.minimum(a, b)), maximum=maximum,
             reduce=lambda x, axis, combine: combine(x, axis), convert_layout=lambda x, layout: x,
             static_range=range, multiple_of=lambda x, n: x, warp_specialize=self.warp_specialize, barrier=lambda: None,
-            inline_asm_elementwise=_move,
-            allocate_shared_memory=lambda dtype, shape, layout: Shared(_full(shape, np.nan, dtype)),
-            **{name: _elementwise(getattr(np, name)) for name in ("exp2", "log2", "exp", "log", "abs", "sqrt", "sin",
+            inline_asm_elementwise=move,
+            allocate_shared_memory=lambda dtype, shape, layout: Shared(full(shape, np.nan, dtype)),
+            **{name: elementwise(getattr(np, name)) for name in ("exp2", "log2", "exp", "log", "abs", "sqrt", "sin",
                                                                   "cos", "floor", "ceil")},
         )  # fmt: skip
         language = SimpleNamespace(**vars(tl) | vars(gl) | replaced)
@@ -353,9 +283,10 @@ class Machine:
             "warpgroup_mma_wait": self.wait_for_products, "fence_async_shared": lambda: None,
             "TensorMemoryLayout": lambda block, col_stride: None, "tcgen05_mma": self.issue,
             "tcgen05_commit": self.commit,
-            "allocate_tensor_memory": lambda dtype, shape, layout: TensorMemory(_full(shape, np.nan, dtype)),
+            "allocate_tensor_memory": lambda dtype, shape, layout: TensorMemory(full(shape, np.nan, dtype)),
             "pause": lambda: time.sleep(0.2),  # by which tests hold a partition up
-            "largest": lambda x, axis: _tensor(np.max(x, axis)), "total": lambda x, axis: _tensor(np.sum(x, axis)),
+            "largest": lambda x, axis: tensor(np.fmax.reduce(x, axis)),
+            "total": lambda x, axis: tensor(np.sum(x, axis)),
         }  # fmt: skip
 
 
@@ -373,10 +304,10 @@ def simulate(
     """
     blocks = dict(kernel.blocks)
     values: dict[str, Any] = {
-        name: _Map(x, blocks[name]) if name in blocks else Pointer(x.reshape(-1))
+        name: TensorMap(x, blocks[name]) if name in blocks else Pointer(x.reshape(-1))
         for name, x in zip(kernel.pointers, (*arrays, *results), strict=True)
     }
-    values |= {name: _tensor(np.int32(x)) for name, x in zip(kernel.integers, integers, strict=True)}
+    values |= {name: tensor(np.int32(x)) for name, x in zip(kernel.integers, integers, strict=True)}
     given, outer = kernel.arguments(values), surroundings(kernel)
     with np.errstate(all="ignore"):
         for program in range(programs):
@@ -384,24 +315,7 @@ def simulate(
             found[kernel.name](*(undecorated(x, found) for x in given))
 
 
-class _Map:
-    """A tensor map."""
-
-    def __init__(self, array: NumpyArray, block: tuple[int, ...]) -> None:
-        self.array, self.block = array.reshape(shape_of_map(array.shape, block)), block
-
-    def rows(self, corner: list[Any]) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """The index of each row of a block that lies in the array, and where its elements are."""
-        *outer, row, column = (int(x) for x in corner)
-        height, width = self.block[-2:]
-        if column + width > self.array.shape[-1] or any(i < 0 for i in outer):
-            raise IndexError(f"a block of {self.block} at {corner} of {self.array.shape}")
-        for i in range(height):
-            if 0 <= row + i < self.array.shape[-2]:
-                yield i, (*outer, row + i, slice(column, column + width))
-
-
-def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleNamespace], result: Shared) -> None:
+def _async_load(source: TensorMap, corner: list[Any], barrier: tuple[Machine, SimpleNamespace], result: Shared) -> None:
     machine, state = barrier
 
     def copy() -> None:
@@ -414,11 +328,6 @@ def _async_load(source: _Map, corner: list[Any], barrier: tuple[Machine, SimpleN
     with machine.changed:
         state.copies.append(copy)
         machine.wake()
-
-
-def _copy(target: _Map, corner: list[Any], source: Shared, add: bool) -> None:
-    for i, elements in target.rows(corner):
-        target.array[elements] = source.array[i] + (target.array[elements] if add else 0)
 
 
 def _init(barrier: tuple[Machine, SimpleNamespace], count: int) -> None:
@@ -458,33 +367,3 @@ def _wait(barrier: tuple[Machine, SimpleNamespace], parity: Any) -> None:
         return bool(state.phase % 2 != int(parity))
 
     machine.wait(is_over)
-
-
-def _load(at: Pointer, mask: Any = None, other: Any = 0) -> Tensor:
-    if mask is None:
-        if at.at.size and (at.at.min() < 0 or at.at.max() >= at.array.size):
-            raise IndexError("a load beyond its array")
-        return _tensor(at.array[at.at])
-    mask, index = np.broadcast_arrays(mask, at.at)
-    found = np.full(index.shape, other, at.array.dtype)
-    found[mask] = at.array[index[mask]]
-    return _tensor(found)
-
-
-def _store(at: Pointer, values: Any, mask: Any = None) -> None:
-    mask, index, values = np.broadcast_arrays(True if mask is None else mask, at.at, values)
-    at.array[index[mask]] = values[mask]
-
-
-def _move(asm: str, constraints: str, values: list[Any], *_: Any) -> Any:
-    if asm != "mov.b32 $0, $1;":
-        raise NotImplementedError(asm)
-    return values[0]
-
-
-def _where(condition: Any, a: Any, b: Any) -> Tensor:
-    return _tensor(np.where(condition, a, b))
-
-
-def _elementwise(function: Callable[..., Any]) -> Callable[..., Tensor]:
-    return lambda x: _tensor(function(x))

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_commit, tcgen05_mma
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from attnops_triton.flash.blackwell.exponentials import exp2
 from attnops_triton.flash.blackwell.memory import allocate, moved, operands
 from attnops_triton.flash.hopper.shared import (
     advance,
@@ -36,11 +37,11 @@ from attnops_triton.flash.hopper.shared import (
 from attnops_triton.flash.kernels.parameters import Sizes
 from attnops_triton.flash.kernels.scores import (
     cap_and_bias_vjp,
+    exponents,
     load_values,
     score_gradients,
     score_tile,
     values_of,
-    weights,
 )
 from attnops_triton.flash.kernels.tokens import load_statistic, place_by_key, place_by_query
 
@@ -193,7 +194,7 @@ def query_step(
     mbarrier.wait(own.s_ready.index(done % 2), done // 2 & 1)
     s = half_of(own.s, done % 2, group, options)
     scores = score_tile(x, n, program, q, kv, s, values, 0, masked, options)
-    p = weights(scores.s, m, log2_sum, options)
+    p = exp2(exponents(scores.s, m, log2_sum, options), options)
     mbarrier.wait(own.dp_ready.index(0), done & 1)
     dp = half_of(own.dp, 0, group, options)
     ds = score_gradients(p, dp, delta, True, True, masked, options)

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import tcgen05_mma
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.standard import _sum_combine as total
 
+from attnops_triton.flash.blackwell.exponentials import exp2
 from attnops_triton.flash.blackwell.memory import allocate, moved, operands
 from attnops_triton.flash.hopper.shared import (
     Tiles,
@@ -37,12 +38,12 @@ from attnops_triton.flash.kernels.scores import (
     allowed,
     apply_cap_and_bias,
     denominator,
+    exponents,
     load_sink,
     load_values,
     new_maximum,
     store_maximum,
     values_of,
-    weights,
 )
 from attnops_triton.flash.kernels.tokens import Tokens, place_by_query, store_token
 
@@ -192,7 +193,7 @@ def step(
     mbarrier.arrive(own.alpha_ready.index(group))
     # It is over, and ends a basic block: the assembler would compute exponentials first.
     mbarrier.wait(own.s_ready.index(group), phase)
-    p = weights(s, below, None, options)
+    p = exp2(exponents(s, below, None, options), options)
     l = l * alpha + gl.reduce(p, 1, total)
     w = operands(own.s.index(group), options.columns, options).slice(0, options.columns)
     w.store(p.to(options.dtype))

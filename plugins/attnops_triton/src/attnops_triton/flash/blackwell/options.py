@@ -22,6 +22,14 @@ class BlackwellOptions(PartitionedOptions):
     chunk: ClassVar[int] = 32
 
     @property
+    def by_polynomial(self) -> int:
+        """Of each 8 columns of scores, those whose exponentials are polynomials: where the special function units bound
+        a kernel, as the products of larger head dims, and a soft cap's instructions, do otherwise.
+        """
+        is_bound = self.plan.D == 64 and self.score is None and not self.transposed
+        return 2 * (is_bound and self.plan.dtype != "float32")
+
+    @property
     def scores_layout(self) -> Any:
         return _layout(self.columns)
 

@@ -241,11 +241,8 @@ def new_maximum(s, m, masked: tl.constexpr, options: tl.constexpr):
 
 
 @triton.jit
-def weights(s, m, log2_sum, options: tl.constexpr):
-    """The weights ``exp(s − m) / sum``.
-
-    ``m`` [bq] is in units of scores; ``log2_sum`` [bq] is log2 of the sum, None for a sum of 1.
-    """
+def exponents(s, m, log2_sum, options: tl.constexpr):
+    """The exponents of base 2 of `weights`."""
     if options.subtracts_first:
         exponent = (s - by_query(m, options)) * options.unit
         if log2_sum is not None:
@@ -255,7 +252,16 @@ def weights(s, m, log2_sum, options: tl.constexpr):
         if log2_sum is not None:
             below = below + log2_sum
         exponent = s * options.unit - by_query(below, options)
-    return tl.exp2(exponent)
+    return exponent
+
+
+@triton.jit
+def weights(s, m, log2_sum, options: tl.constexpr):
+    """The weights ``exp(s − m) / sum``.
+
+    ``m`` [bq] is in units of scores; ``log2_sum`` [bq] is log2 of the sum, None for a sum of 1.
+    """
+    return tl.exp2(exponents(s, m, log2_sum, options))
 
 
 @triton.jit

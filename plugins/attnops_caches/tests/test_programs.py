@@ -134,7 +134,7 @@ def test_what_caches_are_used_with_is_serialised() -> None:
 
     def used(pool: PagePool, rows: Rows, cache: Cache) -> tuple[object, ...]:
         pieces, _ = cache.place(1, cache.lengths, jnp.arange(2))
-        return pool.fork([0], [1]), rows.starts, cache.read(), cache.pending(key, value), pieces
+        return pool.fork([0], [1]), rows.starts, cache.read(), cache.pending(key.shape[1]), pieces
 
     program = export.export(jax.jit(used))(pool, rows, create("pages"))
     again = export.deserialize(program.serialize())
@@ -207,4 +207,4 @@ def test_a_cache_is_a_pytree_of_arrays_with_paths() -> None:
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)}
     assert names == {".store.key", ".store.key_scale", ".store.value_scale", ".lengths", ".starts", ".overflowed",
                      ".table", ".copied"}  # fmt: skip
-    assert all(x.shape[0] == 2 for x in jax.tree.leaves(cache))
+    assert all(x.shape[0] == 2 for x in jax.tree.leaves(cache.store))

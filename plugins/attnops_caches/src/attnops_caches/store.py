@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from jax.typing import ArrayLike
 from attnops.exported import serialised, serialised_tuple
 from attnops_caches.bits import bits_dtype, from_bits, to_bits
 from attnops_caches.layout import TokenLayout, TokenOptions, layout_of
-
-CacheOf = TypeVar("CacheOf")
 
 
 @serialised_tuple
@@ -72,18 +70,20 @@ class NewTokens(NamedTuple):
     given: tuple[jax.Array, ...] = ()
 
 
-@serialised_tuple
-class Pending(NamedTuple, Generic[CacheOf]):
-    """An append whose tokens are not written yet.
+class GivenTokens(NamedTuple):
+    """New tokens of one layer as the caller gave them.
 
     Attributes:
-        cache: its lengths are those after the append, but its arrays lack the tokens: a kernel that writes them, or
-            `StoredCache.write_new`, makes it a cache to read.
-        new: the tokens.
+        size: how many tokens of each row fit, int32 [B].
+        starts: for packed rows, the index of each row's first token among the T, int32 [B]; None for a batch.
+        key: [B, T, K, D]; for packed rows [1, T, K, D].
+        value: likewise, [B, T, K, Dv]; None for latent content.
     """
 
-    cache: CacheOf
-    new: NewTokens
+    size: jax.Array
+    starts: jax.Array | None
+    key: jax.Array
+    value: jax.Array | None
 
 
 @serialised(layout=(TokenLayout.to_json, TokenLayout.from_json))
@@ -113,6 +113,11 @@ class Store:
     def slots(self) -> int:
         """n, the slots of a block."""
         return self.key.shape[-2]
+
+    @property
+    def layers(self) -> int | None:
+        """L, if the arrays have a layer axis, and no layer is chosen; else None."""
+        return self.key.shape[0] if self.key.ndim == 5 and self.layer is None else None
 
     @property
     def own_blocks(self) -> int:

@@ -200,13 +200,13 @@ def test_auto_picks_the_kernel_that_writes(steps: list[int]) -> None:
 
 @pytest.mark.slow
 def test_a_layer_of_all_is_written() -> None:
-    cache = paged(layers=3).layer(1)
+    pending = paged(layers=3).pending(1).layer(1)
     operation = OperationRegistry.create("attnops-tpu:flash", METADATA)
     key = normal(0, 4, 1, K, 16)
-    step = jax.jit(lambda query, key, cache: operation.step(query, key, key, cache, mask=Causal())[1])
-    written = step(normal(1, 4, 1, 4, 16), key, cache)
-    expected = jax.jit(lambda key, cache: cache.append(key, key))(key, cache)
-    np.testing.assert_array_equal(written.store.key, expected.store.key)
+    step = jax.jit(lambda query, key, pending: operation.step(query, key, key, pending, mask=Causal())[1])
+    written = step(normal(1, 4, 1, 4, 16), key, pending)
+    expected = jax.jit(lambda key, pending: pending.write(key, key))(key, pending)
+    np.testing.assert_array_equal(written.cache.store.key, expected.cache.store.key)
 
 
 @pytest.mark.slow

@@ -47,11 +47,10 @@ def step(q: Any, k: Any, v: Any, cache: Any, mask: Mask = CAUSAL) -> Any:
 
 def over_layers(q: Any, k: Any, v: Any, cache: Any) -> Any:
     def block(carry: Any, layer: Any) -> Any:
-        x, cache = carry
-        out, one = step(x, k, v, cache.layer(layer))
-        return (out, cache.with_layer(layer, one)), None
+        return step(q, k, v, carry[1].layer(layer)), None
 
-    return jax.lax.scan(block, (q, cache), jnp.arange(3))[0]
+    (out, pending), _ = jax.lax.scan(block, (q, cache.pending(k.shape[1])), jnp.arange(3))
+    return out, pending.cache
 
 
 def launches(program: Any, create: Any, batch: int, T: int = 1, **options: Any) -> collections.Counter[str]:

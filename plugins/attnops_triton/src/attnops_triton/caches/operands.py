@@ -61,8 +61,9 @@ def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     store = cache.store
     named = {name: getattr(store, name) for name in Tokens._fields}
     found = {name: x for name, x in named.items() if x is not None} | store.flat_blocks()
-    # By row: XLA computes it with the other numbers of rows then.
-    found["base"] = jnp.full((cache.batch,), store.base, jnp.int32)
+    # By row, and from its length: XLA computes it in one kernel with the other numbers of rows then. Rows without tokens
+    # read no block.
+    found["base"] = jnp.where(cache.lengths > 0, jnp.asarray(store.base, jnp.int32), 0)
     return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
 
 

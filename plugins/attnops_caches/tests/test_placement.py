@@ -126,13 +126,6 @@ def test_specs_name_the_axes_of_the_rules_that_divide() -> None:
         _ = create("dense").specs
 
 
-def test_tokens_that_a_kernel_would_write_are_those_of_a_device() -> None:
-    pending = sharded(lambda: create("dense"), mesh_of("dp", "tp")).pending(1)
-    new = pending.cache.new_tokens(pending.given(array(B, 1, K, D), array(B, 1, K, D)))
-    with pytest.raises(ValueError, match="the cache is on a mesh"):
-        pending.cache.write_new(new, np.ones(B, bool))
-
-
 @pytest.mark.parametrize("name", ["vanilla", pytest.param("attnops:flash", marks=slow)])
 @pytest.mark.slow
 def test_a_cache_without_placement_is_not_cut_by_the_rules(name: str) -> None:

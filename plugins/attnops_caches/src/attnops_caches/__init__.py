@@ -24,7 +24,7 @@ from attnops_caches.placement import Placement, sharded
 from attnops_caches.pool import PageCopies, PagePool
 from attnops_caches.rows import Rows
 from attnops_caches.sizes import bytes_per_page, pages_that_fit
-from attnops_caches.store import NewTokens, Pieces
+from attnops_caches.store import GivenTokens, NewTokens, Pieces
 from attnops_caches.stored import StoredCache
 from attnops_caches.tiles import TileAt, TileLoader
 from attnops_caches.window import WindowCache
@@ -37,6 +37,7 @@ __all__ = [
     "CacheRequest",
     "Contents",
     "DenseCache",
+    "GivenTokens",
     "KeyValue",
     "KiviCache",
     "NativeFlashReader",

@@ -191,9 +191,7 @@ class Cache(Source):
         self.check_all_layers("an append, cache.pending(T).layer(layer),")
         return self._pending(T, *self._counts(check_size("T", T), lengths, rows))
 
-    def tokens(
-        self, key: ArrayLike, value: ArrayLike | None, rows: Rows | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def tokens(self, key: ArrayLike, value: ArrayLike | None, rows: Rows | None) -> tuple[jax.Array, jax.Array | None]:
         """Key and value of new tokens, checked."""
         batch = self.batch if rows is None else 1
         keys = self._tokens("key", key, self.head_dim, batch)
@@ -240,7 +238,8 @@ class Cache(Source):
             counts = rows.first_counts(T, self.batch)
             wanted, count = add(rows.counts(T, self.batch)), add(counts)
             starts = add(jnp.where(counts > 0, jnp.clip(rows.starts, 0, T)[:-1], 0))
-        fit = self.place(T, count, self._every)[1]
+        every: Any = np.arange(self.batch, dtype=np.int32)  # known, see `at_rows`
+        fit = self.place(T, count, every)[1]
         cache = self.advanced(self.lengths + fit, self.overflowed | (fit < wanted))
         return Pending(cache, count, fit, starts, rows, T=T)
 
@@ -248,15 +247,10 @@ class Cache(Source):
         """This cache with the lengths and the flags after an append; its arrays lack the tokens."""
         return dataclasses.replace(self, lengths=lengths, overflowed=overflowed)
 
-    @property
-    def _every(self) -> Any:
-        """All rows, known when tracing, see `at_rows`."""
-        return np.arange(self.batch, dtype=np.int32)
-
     def pieces(self, T: int, size: jax.Array, starts: jax.Array | None) -> Pieces:
         """Where the last ``size[b]`` tokens of each row lie, of T at most; ``starts``: see `GivenTokens`."""
-        before = dataclasses.replace(self, lengths=self.lengths - size)
-        return Pieces(*map(jnp.asarray, before.place(T, size, self._every)[0])).packed(starts)
+        before, every = dataclasses.replace(self, lengths=self.lengths - size), np.arange(self.batch, dtype=np.int32)
+        return Pieces(*map(jnp.asarray, before.place(T, size, every)[0])).packed(starts)  # type: ignore[arg-type]
 
     def with_tokens(self, given: GivenTokens) -> Self:
         """This cache, whose lengths count them, with these tokens in its arrays."""
@@ -266,14 +260,12 @@ class Cache(Source):
     @functools.partial(jax.jit, inline=True)
     def _with_tokens(self, given: GivenTokens) -> Self:
         """`with_tokens` on one device."""
-        pieces = self.pieces(given.key.shape[1], given.size, given.starts)
-        before = dataclasses.replace(self, lengths=self.lengths - given.size)
-        after = before.write(given.key, given.value, pieces, given.starts is not None)
-        return dataclasses.replace(after, **self._rows())  # type: ignore[arg-type]
+        size, starts, key, value = given
+        return self.write(key, value, self.pieces(key.shape[1], size, starts), starts is not None)
 
     @abc.abstractmethod
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
-        """This cache with new tokens in its arrays; every other slot is unchanged, and so are the lengths.
+        """This cache, whose lengths count them, with new tokens in its arrays; every other slot is unchanged.
 
         Args:
             key: [B, T, K, D]; for packed rows [1, N, K, D].

@@ -200,66 +200,56 @@ def pending_on_mesh(
     """
     if rows is not None:
         check_packed(placement)
-    grown, fields = _pending_of_shards(placement, T, *_placed(placement, (cache, count, rows)))
+    by_row = PartitionSpec(placement.batch)
+    grown, fields = _on_shards(placement, T, (by_row, PartitionSpec()), cache, count, rows)
     return dataclasses.replace(cache, **grown), fields
 
 
 def written_on_mesh(placement: Placement, cache: CacheType, given: GivenTokens) -> CacheType:
     """`Cache.with_tokens` on a mesh, where each device writes the tokens of its rows, heads and slots."""
-    blocks = _blocks_of_shards(placement, *_placed(placement, (cache, given)))
+    blocks = _on_shards(placement, None, (placement.specs_of_given(given),), cache, given)
     return cache.with_blocks(blocks)  # type: ignore[attr-defined,no-any-return]
 
 
-def _placed(placement: Placement, call: tuple[Any, ...]) -> Any:
-    return jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
+def _on_shards(placement: Placement, T: int | None, specs: Any, *call: Any) -> Any:
+    """What `_grown` of T tokens returns of every device's shard; or, without T, the blocks with given tokens."""
+    specs = jax.tree.broadcast((placement.specs(call[0]), *specs), call)
+    call = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, specs)
+    leaves, tree = jax.tree.flatten(specs)
+    return _compiled_on_shards(placement, T, tuple(leaves), tree, call)
 
 
-def _specs(placement: Placement, call: tuple[Any, ...]) -> Any:
-    """The specs of a cache, and of given tokens, or of counts by row and packed rows."""
-    cache, *given = call
-    if len(given) == 1:
-        return placement.specs(cache), placement.specs_of_given(given[0])
-    return jax.tree.broadcast((placement.specs(cache), PartitionSpec(placement.batch), PartitionSpec()), call)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _compiled_on_shards(placement: Placement, T: int | None, leaves: Any, tree: Any, call: tuple[Any, ...]) -> Any:
+    specs = jax.tree.unflatten(tree, leaves)
+    out_specs = specs[0].store._blocks() if T is None else PartitionSpec(placement.batch)
+
+    def function(cache: StoredCache, *given: Any) -> Any:
+        return (
+            placement.local(cache)._with_tokens(*given).store._blocks()
+            if T is None
+            else _grown(placement, T, cache, *given)
+        )
+
+    # Nothing is differentiated, and loops may have carries that don't vary as the check wants.
+    where = mesh_arguments(placement.mesh)
+    return jax.shard_map(function, in_specs=specs, out_specs=out_specs, check_vma=False, **where)(*call)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _pending_of_shards(placement: Placement, T: int, cache: StoredCache, *given: Any) -> Any:
-    """What an append of T tokens changes of a cache by row; and ``count``, ``size`` and ``starts`` of a `Pending`."""
-
-    def of_shard(cache: StoredCache, count: Any, rows: Rows | None) -> Any:
-        shard, fit = placement.local(cache), count
+def _grown(placement: Placement, T: int, cache: StoredCache, count: Any, rows: Rows | None) -> Any:
+    """What an append of T tokens changes of a shard by row; and ``count``, ``size`` and ``starts`` of a `Pending`."""
+    shard, fit, starts = placement.local(cache), count, None
+    if placement.slots is not None:  # the tokens that fit some shard; a shard writes those that are in its slots
+        fit = jnp.clip(shard.length * placement.shards(placement.slots) - cache.lengths, 0, count)
+        shard = cache.advanced(cache.lengths + fit, cache.overflowed | (fit < count))
+    else:
         if rows is not None:
             # Rows of other devices are out of range, and their tokens are dropped as padding is.
             rows = dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first_index(placement.batch, shard.batch))
-        if placement.slots is not None:  # the tokens that fit some shard; a shard writes those that are in its slots
-            fit = jnp.clip(shard.length * placement.shards(placement.slots) - cache.lengths, 0, count)
-            after, starts = cache.advanced(cache.lengths + fit, cache.overflowed | (fit < count)), None
-        else:
-            pending = shard.grown(T, count, rows)
-            after, count, fit, starts = pending.cache, pending.count, pending.size, pending.starts
-        grown = {name: x for name, x in after._rows().items() if name not in ("starts", "table")}
-        return grown, {"count": count, "size": fit, "starts": starts}
-
-    specs = _specs(placement, (cache, *given))
-    return _on_shards(placement, of_shard, specs, PartitionSpec(placement.batch))(cache, *given)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _blocks_of_shards(placement: Placement, cache: StoredCache, given: GivenTokens) -> Any:
-    """The arrays of blocks with given tokens."""
-    specs = _specs(placement, (cache, given))
-
-    def of_shard(cache: StoredCache, given: GivenTokens) -> Any:
-        return placement.local(cache)._with_tokens(given).store._blocks()
-
-    return _on_shards(placement, of_shard, specs, specs[0].store._blocks())(cache, given)
-
-
-def _on_shards(placement: Placement, function: Callable[..., Any], specs: Any, out_specs: Any) -> Callable[..., Any]:
-    # Nothing is differentiated, and loops may have carries that don't vary as the check wants.
-    return jax.shard_map(
-        function, in_specs=specs, out_specs=out_specs, check_vma=False, **mesh_arguments(placement.mesh)
-    )
+        pending = shard.grown(T, count, rows)
+        shard, count, fit, starts = pending.cache, pending.count, pending.size, pending.starts
+    changed = {name: x for name, x in shard._rows().items() if name not in ("starts", "table")}
+    return changed, {"count": count, "size": fit, "starts": starts}
 
 
 def check_packed(placement: Placement) -> None:

@@ -47,29 +47,6 @@ class Pieces(NamedTuple):
         return self._replace(first=self.first + starts[self.row], row=jnp.zeros_like(self.row))
 
 
-@serialised_tuple
-class NewTokens(NamedTuple):
-    """New tokens that are not written yet.
-
-    Attributes:
-        tokens: what is written to each array of the `Store`, by its name: tokens as they are stored, [B, K, T, d], and
-            scales by token, [B, K, T]; for packed rows [1, K, N, d] and [1, K, N].
-        first: the slot of each row's first new token, int32 [B]; in a ring, slot 0 follows the last slot.
-        size: how many tokens of each row fit, int32 [B].
-        blocks: the blocks that each row's tokens go to, in order, int32 [B, blocks].
-        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
-        given: key, and value unless the content is latent, as the caller gave them, [B, T, K, d]: for a kernel that
-            quantises them itself, so that XLA leaves ``tokens`` out.
-    """
-
-    tokens: dict[str, jax.Array]
-    first: jax.Array
-    size: jax.Array
-    blocks: jax.Array
-    starts: jax.Array | None = None
-    given: tuple[jax.Array, ...] = ()
-
-
 class GivenTokens(NamedTuple):
     """New tokens of one layer as the caller gave them.
 
@@ -84,6 +61,29 @@ class GivenTokens(NamedTuple):
     starts: jax.Array | None
     key: jax.Array
     value: jax.Array | None
+
+
+@serialised_tuple
+class NewTokens(NamedTuple):
+    """New tokens that are not written yet.
+
+    Attributes:
+        tokens: what is written to each array of the `Store`, by its name: tokens as they are stored, [B, K, T, d], and
+            scales by token, [B, K, T]; for packed rows [1, K, N, d] and [1, K, N].
+        first: the slot of each row's first new token, int32 [B]; in a ring, slot 0 follows the last slot.
+        size: how many tokens of each row fit, int32 [B].
+        blocks: the blocks that each row's tokens go to, in order, int32 [B, blocks].
+        starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
+        given: the tokens as the caller gave them, for a kernel that quantises them itself, so that XLA leaves
+            ``tokens`` out, and for `Cache.with_tokens` where a kernel does not write those of all rows.
+    """
+
+    tokens: dict[str, jax.Array]
+    first: jax.Array
+    size: jax.Array
+    blocks: jax.Array
+    starts: jax.Array | None = None
+    given: GivenTokens | None = None
 
 
 @serialised(layout=(TokenLayout.to_json, TokenLayout.from_json))
@@ -113,11 +113,6 @@ class Store:
     def slots(self) -> int:
         """n, the slots of a block."""
         return self.key.shape[-2]
-
-    @property
-    def layers(self) -> int | None:
-        """L, if the arrays have a layer axis, and no layer is chosen; else None."""
-        return self.key.shape[0] if self.key.ndim == 5 and self.layer is None else None
 
     @property
     def own_blocks(self) -> int:

@@ -109,27 +109,7 @@ class StoredCache(Cache):
         """What a kernel needs to write tokens that the lengths count."""
         pieces = self.pieces(given.key.shape[1], given.size, given.starts)
         first, blocks = self._first_new(self.lengths - given.size, pieces)
-        both = (given.key,) if given.value is None else (given.key, given.value)
-        tokens = self.store.encoded(given.key, given.value)
-        return NewTokens(tokens, first, given.size, blocks, given.starts, both)
-
-    def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
-        """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
-
-        Args:
-            new: the tokens.
-            rows: whose are written, bool [B].
-
-        The loop that writes has an iteration for each page of these rows that has new tokens.
-
-        Raises:
-            ValueError: the cache is on a mesh: a kernel is given each device's shard.
-        """
-        if self.active_placement is not None:
-            raise ValueError("the cache is on a mesh: write_new is for a device's part of it, inside jax.shard_map")
-        pieces = self.pieces(new.tokens["key"].shape[2], jnp.where(rows, new.size, 0), new.starts)
-        store = self.store.write(new.tokens, pieces, sparse=True)
-        return dataclasses.replace(self, store=store)
+        return NewTokens(self.store.encoded(given.key, given.value), first, given.size, blocks, given.starts, given)
 
     def _first_new(self, lengths: jax.Array, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
         """``first`` and ``blocks`` of `NewTokens`, from the lengths before the append and the pieces of all rows."""
@@ -141,7 +121,7 @@ class StoredCache(Cache):
 
     @property
     def layers(self) -> int | None:
-        return self.store.layers
+        return self.store.key.shape[0] if self.store.key.ndim == 5 and self.store.layer is None else None
 
     def layer(self, layer: ArrayLike) -> Self:
         """One layer of a cache with a layer axis, without a copy: the arrays of tokens still hold all layers.

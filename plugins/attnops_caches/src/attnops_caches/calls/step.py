@@ -12,6 +12,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import jax.numpy as jnp
+
 from attnops.dispatch.binding import check_array, swap_heads
 from attnops.dispatch.decision import decide
 from attnops.kernels.nograd import without_gradient
@@ -24,9 +26,8 @@ if TYPE_CHECKING:
 
     from attnops.dispatch.attention import OperationImpl
     from attnops.output import OperationOutput
-    from attnops_caches.base import Cache, CacheType
+    from attnops_caches.base import CacheType
     from attnops_caches.pending import Pending
-    from attnops_caches.rows import Rows
 
 PendingType = TypeVar("PendingType", bound="Pending[Any]")
 
@@ -47,10 +48,10 @@ def step(
         ValueError: a query of another length than the key; see also `Cache.append`.
     """
     cache.check_layer()
-    given = dict(options)
+    given, shape = dict(options), jnp.shape(key)
     lengths, rows = (given.pop(name, None) for name in ("query_lengths", "rows"))
-    keys, values = cache.tokens(*_in_bthd(operation, key, value), rows)
-    output, pending = _attend(cache.pending(keys.shape[1], lengths, rows), operation, query, keys, values, given)
+    T = shape[2 if operation.metadata.layout == "BHTD" else 1] if len(shape) == 4 else 1  # else the key is refused
+    output, pending = cache.pending(max(T, 1), lengths, rows).step(operation, query, key, value, given)
     return output, pending.cache
 
 
@@ -68,26 +69,16 @@ def step_pending(
         ValueError: of several layers none was chosen; a key or query of another length than the append; see also
             `Cache.append`.
     """
-    return _attend(pending, operation, query, *_in_bthd(operation, key, value), options)
-
-
-def _in_bthd(operation: OperationImpl, key: ArrayLike, value: ArrayLike | None) -> tuple[Any, Any]:
-    if operation.metadata.layout != "BHTD":
-        return key, value
-    key = swap_heads("key", check_array("key", key))
-    return key, None if value is None else swap_heads("value", check_array("value", value))
-
-
-def _attend(
-    pending: PendingType, operation: OperationImpl, query: ArrayLike, key: Any, value: Any, options: Mapping[str, Any]
-) -> tuple[OperationOutput, PendingType]:
-    """A step, of key and value in the layout "BTHD"."""
+    if operation.metadata.layout == "BHTD":
+        key = swap_heads("key", check_array("key", key))
+        value = None if value is None else swap_heads("value", check_array("value", value))
     given = pending.given(key, value)
     if options.get("mask") is None and pending.rows is None and pending.T > 1:
         _warn_of_later_tokens()
     call = operation.prepare(query, pending, **options)
-    one = pending.one
-    if _may_write(one, pending.rows):
+    one, placement = pending.one, pending.cache.placement
+    is_sharded = placement is not None and (placement.slots or (pending.rows is not None and placement.batch))
+    if one.is_stored and not is_sharded:
         chosen = operation.chosen(call)
         forward = decide(chosen, request := attention_request(call))
         if not step_reasons(chosen, forward, request) and may_step(call.boundary, one):
@@ -106,10 +97,3 @@ def _warn_of_later_tokens() -> None:
         UserWarning,
         stacklevel=2,
     )
-
-
-def _may_write(cache: Cache, rows: Rows | None) -> bool:
-    """Whether a kernel may write the tokens; False is certain."""
-    placement = cache.placement
-    is_sharded = placement is not None and (placement.slots or (rows is not None and placement.batch))
-    return cache.is_stored and not is_sharded

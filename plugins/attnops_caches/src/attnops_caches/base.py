@@ -188,7 +188,6 @@ class Cache(Source):
         Raises:
             TypeError, ValueError, UnsupportedError: see `append`.
         """
-        self.check_all_layers("an append, cache.pending(T).layer(layer),")
         return self._pending(T, *self._counts(check_size("T", T), lengths, rows))
 
     def tokens(self, key: ArrayLike, value: ArrayLike | None, rows: Rows | None) -> tuple[jax.Array, jax.Array | None]:
@@ -211,6 +210,7 @@ class Cache(Source):
 
     def _counts(self, T: int, lengths: ArrayLike | None, rows: Rows | None) -> tuple[jax.Array | None, Rows | None]:
         """How many of T new tokens of each row are real, int32 [B], or None and the packed rows; checked."""
+        self.check_all_layers("an append, cache.pending(T).layer(layer),")
         runs = None if rows is None else check_rows(rows, T, self.batch)
         self.check_run(T, rows, appends=True)
         if runs is None:

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 
 from attnops.dispatch.source import Source
 from attnops.exported import serialised
-from attnops_caches.calls.step import step_pending
+from attnops_caches.calls.step import length_of, step_pending
 from attnops_caches.integers import check_layer
 from attnops_caches.rows import Rows
 from attnops_caches.store import GivenTokens
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from attnops.dispatch.call import Call
     from attnops.output import OperationOutput
     from attnops_caches.base import Cache
-    from attnops_caches.stored import StoredCache
 
 PendingCache = TypeVar("PendingCache", bound="Cache")
 
@@ -69,10 +67,7 @@ class Pending(Source, Generic[PendingCache]):
     step = step_pending
 
     def layer(self, layer: ArrayLike) -> Self:
-        """This append, of whose layers the next call writes or reads this one.
-
-        Args:
-            layer: an integer, which may be traced.
+        """This append, of whose layers the next call writes or reads the one of this number, which may be traced.
 
         Raises:
             ValueError: the cache has no layer axis, or a known layer is not in it.
@@ -88,8 +83,8 @@ class Pending(Source, Generic[PendingCache]):
 
     def bind(self, operation: OperationImpl, query: ArrayLike, options: Mapping[str, Any]) -> Call:
         """See `attnops.Source.bind`: a call over the layer, by the queries of its new tokens."""
-        length = jnp.shape(query)[2 if operation.metadata.layout == "BHTD" else 1] if jnp.ndim(query) == 4 else self.T
-        if length != self.T:
+        length = length_of(operation, query)
+        if length not in (None, self.T):
             raise ValueError(
                 f"query has length {length}, but key has length {self.T}: they must be equal, since a step is of the "
                 f"queries of the tokens that it appends; else append them, and call op(query, cache)"
@@ -103,11 +98,7 @@ class Pending(Source, Generic[PendingCache]):
         raise NotImplementedError("a Pending binds calls over a cache, which runs them")
 
     def write(self, key: ArrayLike, value: ArrayLike | None = None) -> Self:
-        """This append with the tokens of one layer written, without attention.
-
-        Args:
-            key: [B, T, K, D], of the cache's dtype; [1, T, K, D] for packed rows.
-            value: [B, T, K, Dv], of the cache's dtype; [1, T, K, Dv] for packed rows; None for latent content.
+        """This append with key and value of one layer written, see `Cache.append`, without attention.
 
         Raises:
             ValueError: another shape or dtype; of several layers, none was chosen by `layer`.
@@ -124,6 +115,6 @@ class Pending(Source, Generic[PendingCache]):
 
     def written(self, one: PendingCache) -> Self:
         """This append after its layer became ``one``."""
-        all_layers, changed = self.cache, cast("StoredCache", one)
-        cache: Any = all_layers.with_blocks(changed.store._blocks()) if one.is_stored else one  # type: ignore[attr-defined]
+        cache, changed = cast("Any", self.cache), cast("Any", one)
+        cache = cache.with_blocks(changed.store._blocks()) if one.is_stored else one
         return dataclasses.replace(self, cache=cache, index=None)

@@ -48,10 +48,9 @@ def step(
         ValueError: a query of another length than the key; see also `Cache.append`.
     """
     cache.check_layer()
-    given, shape = dict(options), jnp.shape(key)
+    given, T = dict(options), length_of(operation, key) or 1  # a key without tokens is refused below
     lengths, rows = (given.pop(name, None) for name in ("query_lengths", "rows"))
-    T = shape[2 if operation.metadata.layout == "BHTD" else 1] if len(shape) == 4 else 1  # else the key is refused
-    output, pending = cache.pending(max(T, 1), lengths, rows).step(operation, query, key, value, given)
+    output, pending = cache.pending(T, lengths, rows).step(operation, query, key, value, given)
     return output, pending.cache
 
 
@@ -87,6 +86,12 @@ def step_pending(
     one = one.with_tokens(given)
     call = call._replace(args=(call.args[0], without_gradient((one,), NO_GRADIENT)[0]))
     return operation.run(call), pending.written(one)
+
+
+def length_of(operation: OperationImpl, x: ArrayLike) -> int | None:
+    """The length of queries or keys as a caller gives them; None if they have another rank than 4."""
+    shape = jnp.shape(x)
+    return shape[2 if operation.metadata.layout == "BHTD" else 1] if len(shape) == 4 else None
 
 
 @functools.cache  # once a process, and not at each call of a loop

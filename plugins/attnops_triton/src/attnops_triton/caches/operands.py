@@ -70,6 +70,5 @@ def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
 def token_arrays(new: NewTokens) -> dict[str, jax.Array]:
     """The new tokens as the caller gave them, [B, T, K, d]; the slot after each row's last one, and how many fit."""
     assert new.given is not None
-    given = {"new_key": new.given.key, "new_value": new.given.value}
-    given = {name: x for name, x in given.items() if x is not None}
+    given = {"new_key": new.given.key} | ({} if new.given.value is None else {"new_value": new.given.value})
     return given | {"new_stop": new.first + new.size, "new_size": new.size}

@@ -38,7 +38,8 @@ class Mutant(NamedTuple):
     def apply(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put the changed function in the place of the right one."""
         # Not a program of the right function, and none of the changed one that outlives the test.
-        for cls, program in ((Cache, "_append"), (Store, "write")):
+        programs = ((Cache, "_append"), (Cache, "grown"), (Cache, "_with_tokens"), (Store, "write"))
+        for cls, program in programs:
             monkeypatch.setattr(cls, program, inspect.unwrap(getattr(cls, program)))
         module_name, _, path = self.where.partition(":")
         owner = importlib.import_module(f"attnops_caches.{module_name}")

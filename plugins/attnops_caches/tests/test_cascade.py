@@ -252,11 +252,12 @@ def test_steps_in_a_scan_over_layers_copy_no_cache() -> None:
     )  # fmt: skip
 
     def steps(cache: Any, query: Any, key: Any, value: Any) -> Any:
-        def block(cache: Any, layer: Any) -> Any:
-            out, one = FLASH.step(query, key, value, cache.layer(layer), mask=Causal())
-            return cache.with_layer(layer, one), out.attention_outputs
+        def block(pending: Any, layer: Any) -> Any:
+            out, pending = FLASH.step(query, key, value, pending.layer(layer), mask=Causal())
+            return pending, out.attention_outputs
 
-        return jax.lax.scan(block, cache, jnp.arange(layers))
+        pending, out = jax.lax.scan(block, cache.pending(1), jnp.arange(layers))
+        return pending.cache, out
 
     tokens = [jnp.ones((B, 1, heads, 32), jnp.bfloat16) for heads in (H, K, K)]
     memory = jax.jit(steps, donate_argnums=0).lower(cache, *tokens).compile().memory_analysis()

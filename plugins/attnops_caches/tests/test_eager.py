@@ -69,10 +69,9 @@ def moved(cache: Any) -> Any:
 
 
 def appended(cache: Any) -> Any:
-    after, new = cache.pending(KEY, KEY)
     return (
         cache.append(KEY, KEY, [1, 3]), cache.append(KEY[:, :1], KEY[:, :1]), cache.append(KEY[:1], KEY[:1], rows=ROWS),
-        after.write_new(new, np.array([True, False])),
+        cache.pending(T).write(KEY, KEY).cache,
     )  # fmt: skip
 
 

@@ -199,10 +199,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "rows to take that are none": (lambda op: dense().take_rows([0, 7]), r"rows=\[0, 7\] must be rows .* 0 to 1"),
     "rows to take that are no integers": (lambda op: dense().take_rows([0.0, 1.0]), r"rows is float64 \(2,\), but"),
     "a layer that is none": (lambda op: LAYERS.layer(2), r"layer=2 must be from 0 to 1: the cache has 2 layers"),
-    "a layer that is none, to be put back": (
-        lambda op: LAYERS.with_layer(-1, LAYERS.layer(0)),
-        r"layer=-1 must be from 0 to 1",
-    ),
+    "a layer that is none, to be written": (lambda op: LAYERS.pending(T).layer(-1), r"layer=-1 must be from 0 to 1"),
     "a layer that is no integer": (lambda op: LAYERS.layer(0.5), r"layer is float64 \(\), but must be an integer"),
     "a partial softmax": (lambda op: op.partial(draw(B, T, H), dense(), None), r"key is a DenseCache, but a partial"),
     "a scale of 0": (
@@ -211,9 +208,21 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         r"key_scale=\[0.0, 1.0\] must be finite and above 0",
     ),
-    "a layer of another kind, to be put back": (
-        lambda op: LAYERS.with_layer(0, draw(B, T)),  # type: ignore[arg-type]
-        r"with_layer takes what became of cache.layer\(layer\)",
+    "a step over one of several layers": (
+        lambda op: op.step(draw(B, T, H), draw(B, T), draw(B, T), LAYERS.layer(0)),
+        r"an append, cache.pending\(T\).layer\(layer\), is for all layers together",
+    ),
+    "a step over all layers": (
+        lambda op: op.step(draw(B, T, H), draw(B, T), draw(B, T), LAYERS.pending(T)),
+        r"the DenseCache has 2 layers: .* cache.pending\(T\).layer\(layer\)",
+    ),
+    "a pending step of other tokens": (
+        lambda op: op.step(draw(B, 2, H), draw(B, 2), draw(B, 2), dense().pending(T)),
+        r"key has length 2, but the append is pending for T=3",
+    ),
+    "queries of other tokens than a pending append's": (
+        lambda op: op(draw(B, 2, H), dense().pending(T)),
+        r"query has length 2, but key has length 3: they must be equal",
     ),
     "a codec of no dtype": (lambda op: Quantized("int3"), r"Quantized's dtype='int3' must be one of"),
 }

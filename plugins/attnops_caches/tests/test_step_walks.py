@@ -56,8 +56,7 @@ def walk_of(cache: Any, kinds: Any, counts: Any, pairs: Any, slots: Any) -> Any:
 
     def layered(cache: Any, function: Any) -> Any:
         def block(cache: Any, layer: Any) -> Any:
-            one, out = function(cache.layer(layer), layer * LAYER)
-            return cache.with_layer(layer, one), out
+            return function(cache.layer(layer), layer * LAYER)
 
         return jax.lax.scan(block, cache, jnp.arange(L))
 
@@ -68,7 +67,7 @@ def walk_of(cache: Any, kinds: Any, counts: Any, pairs: Any, slots: Any) -> Any:
         if not paged:
             return pool, cache.truncate(lengths)
         pool, copies = pool.truncate(jnp.minimum(lengths, pool.lengths))
-        return with_pool(pool, cache.copy_pages(copies).truncate(jnp.where(pool.ok, lengths, cache.lengths[0])))
+        return with_pool(pool, cache.copy_pages(copies).truncate(jnp.where(pool.ok, lengths, cache.lengths)))
 
     def step(state: Any, given: Any) -> Any:
         number, kind, count, pair, slots = given
@@ -78,25 +77,25 @@ def walk_of(cache: Any, kinds: Any, counts: Any, pairs: Any, slots: Any) -> Any:
         nothing = jnp.zeros((L, B * T))
 
         def extended(is_packed: bool, attends: bool, pool: Any, cache: Any) -> Any:
-            pool = pool.reserve(cache.lengths[0] + (added if is_packed else count)) if paged else pool
+            pool = pool.reserve(cache.lengths + (added if is_packed else count)) if paged else pool
             pool, cache = with_pool(pool, cache)
-            of_call = {"rows": rows} if is_packed else {"query_lengths" if attends else "lengths": count}
+            of_call = {"rows": rows} if is_packed else {"lengths": count}
 
-            def of_layer(one: Any, shift: Any) -> Any:
+            def of_layer(pending: Any, shift: Any) -> Any:
                 tokens = new(marks.reshape(1, -1) if is_packed else marks, shift)
                 if not attends:
-                    return one.append(tokens, tokens, **of_call), nothing[0]
-                out, one = OPERATION.step(tokens * 0, tokens, tokens, one, mask=Causal(), **of_call)
-                return one, out.attention_outputs[..., 0].mean(-1).reshape(-1)
+                    return pending.write(tokens, tokens), nothing[0]
+                out, pending = OPERATION.step(tokens * 0, tokens, tokens, pending, mask=Causal())
+                return pending, out.attention_outputs[..., 0].mean(-1).reshape(-1)
 
-            cache, out = layered(cache, of_layer)
-            return (pool, cache), out
+            pending, out = layered(cache.pending(B * T if is_packed else T, **of_call), of_layer)
+            return (pool, pending.cache), out
 
         def moved(pool: Any, cache: Any) -> Any:
             source, target = pair
             if not paged:
                 return pool, cache.take_rows(jnp.arange(B).at[target].set(source))
-            pool, cache = shortened(pool, cache, cache.lengths[0])
+            pool, cache = shortened(pool, cache, cache.lengths)
             pool, copies = pool.fork(source[None], target[None])
             return pool, cache.fork(source[None], target[None], pool.table, copies)
 
@@ -104,7 +103,7 @@ def walk_of(cache: Any, kinds: Any, counts: Any, pairs: Any, slots: Any) -> Any:
             chosen = count > 1
             return with_pool(pool.release(chosen) if paged else pool, cache.reset(chosen))
 
-        left = lambda pool, cache: jnp.maximum(cache.lengths[0] - count, 0)  # noqa: E731
+        left = lambda pool, cache: jnp.maximum(cache.lengths - count, 0)  # noqa: E731
         state, out = jax.lax.switch(kind, [
             functools.partial(extended, False, False),
             functools.partial(extended, True, False),
@@ -116,7 +115,7 @@ def walk_of(cache: Any, kinds: Any, counts: Any, pairs: Any, slots: Any) -> Any:
             lambda *state: (emptied(*state), nothing),
         ], *state)  # fmt: skip
         pool, after = state
-        _, read = layered(after, lambda one, _: (one, (one.read().keys[..., 0], *one.positions())))
+        read = jax.lax.map(lambda layer: (after.layer(layer).read().keys[..., 0], *after.positions()), jnp.arange(L))
         return state, (out, after.lengths, after.overflowed, pool.ok, pool.table, *read)
 
     numbers = jnp.arange(STEPS)
@@ -181,8 +180,8 @@ def check(storage: str, given: list[Any], seen: list[Any]) -> None:
                 assert (found == found[:, :1]).all(), "every head has the same marks"
                 kept = row[-ring:] if storage == "ring" else row
                 assert (found[:, 0] - layer * LAYER).tolist() == kept, where
-            assert lengths[layer].tolist() == [len(row) for row in rows], where
-            assert over[layer].tolist() == overflowed.tolist(), where
+            assert lengths.tolist() == [len(row) for row in rows], where
+            assert over.tolist() == overflowed.tolist(), where
 
 
 def walk(storage: str, seeds: range, run: Any = None) -> None:

@@ -24,8 +24,7 @@ def contents(make: Any, **options: Any) -> tuple[Cache, list[np.ndarray]]:
         cache = make(batch=B, kv_heads=K, head_dim=D, dtype=jnp.float32, layers=2, **options)
         value = None if "latent" in options else VALUE
         for lengths in (None, [2, 0, 1]):
-            one = cache.layer(1).append(KEY, value, lengths=lengths)
-            cache = cache.with_layer(1, one).take_rows([2, 0, 0])
+            cache = cache.pending(T, lengths).layer(1).write(KEY, value).cache.take_rows([2, 0, 0])
         return cache, cache.layer(1).read()
 
     cache, read = run()

@@ -19,11 +19,12 @@ from attnops_caches.flash.attention import NativeFlashReader  # which the core's
 from attnops_caches.kivi import KiviCache
 from attnops_caches.layout import TokenLayout, TokenOptions
 from attnops_caches.paged import PagedCache
+from attnops_caches.pending import Pending
 from attnops_caches.placement import Placement, sharded
 from attnops_caches.pool import PageCopies, PagePool
 from attnops_caches.rows import Rows
 from attnops_caches.sizes import bytes_per_page, pages_that_fit
-from attnops_caches.store import NewTokens, Pending, Pieces
+from attnops_caches.store import GivenTokens, NewTokens, Pieces
 from attnops_caches.stored import StoredCache
 from attnops_caches.tiles import TileAt, TileLoader
 from attnops_caches.transfer import CacheRows
@@ -38,6 +39,7 @@ __all__ = [
     "CacheRows",
     "Contents",
     "DenseCache",
+    "GivenTokens",
     "KeyValue",
     "KiviCache",
     "NativeFlashReader",

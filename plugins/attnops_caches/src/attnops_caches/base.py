@@ -18,11 +18,12 @@ from attnops_caches.calls.bind import bind_cached
 from attnops_caches.calls.on_mesh import run_over_cache
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.calls.step import step
-from attnops_caches.integers import array, integers_by_row
+from attnops_caches.integers import array, check_size, integers_by_row
 from attnops_caches.masks.slots import Slots
-from attnops_caches.placement import Placement, append_by_shard
+from attnops_caches.pending import Pending
+from attnops_caches.placement import Placement, pending_on_mesh, written_on_mesh
 from attnops_caches.rows import Rows, check_rows
-from attnops_caches.store import Pieces
+from attnops_caches.store import GivenTokens, Pieces
 from attnops_caches.transfer import put, take
 
 if TYPE_CHECKING:
@@ -113,6 +114,11 @@ class Cache(Source):
         return self.lengths.shape[-1]
 
     @property
+    def layers(self) -> int | None:
+        """L, if the arrays of tokens have a layer axis; else None."""
+        return None
+
+    @property
     @abc.abstractmethod
     def length(self) -> int:
         """S, the slots of a row."""
@@ -161,19 +167,37 @@ class Cache(Source):
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
             UnsupportedError: packed rows on a mesh that shards the context.
         """
-        given, placement = self._new(key, value, lengths, rows), self.active_placement
-        return self._append(*given) if placement is None else append_by_shard(placement, True, self, *given)[0]
+        self.check_layer()
+        keys, values = self.tokens(key, value, rows)
+        given = keys.shape[1], *self._counts(keys.shape[1], lengths, rows)
+        if self.active_placement is None:
+            return self._append(keys, values, *given)
+        return self._pending(*given).write(keys, values).cache
 
-    def _new(
-        self, key: ArrayLike, value: ArrayLike | None, lengths: ArrayLike | None, rows: Rows | None
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, Rows | None]:
-        """The arguments of `append`, checked; lengths are those of all rows, or None for packed rows."""
-        self._check_layer()
+    @functools.partial(jax.jit, inline=True, static_argnames="T")  # of eager calls too, one program
+    def _append(
+        self, keys: jax.Array, values: jax.Array | None, T: int, count: jax.Array | None, rows: Rows | None
+    ) -> Self:
+        """`append` on one device, its arguments checked."""
+        return self._pending(T, count, rows).write(keys, values).cache
+
+    def pending(self, T: int, lengths: ArrayLike | None = None, rows: Rows | None = None) -> Pending[Self]:
+        """An append of T tokens per row that `Pending.write` or a step over it writes, layer by layer.
+
+        Args:
+            T: tokens per row, or of all packed rows.
+            lengths: see `append`.
+            rows: see `append`.
+
+        Raises:
+            TypeError, ValueError, UnsupportedError: see `append`.
+        """
+        return self._pending(T, *self._counts(check_size("T", T), lengths, rows))
+
+    def tokens(self, key: ArrayLike, value: ArrayLike | None, rows: Rows | None) -> tuple[jax.Array, jax.Array | None]:
+        """Key and value of new tokens, checked."""
         batch = self.batch if rows is None else 1
         keys = self._tokens("key", key, self.head_dim, batch)
-        T = keys.shape[1]
-        runs = None if rows is None else check_rows(rows, T, self.batch)
-        self.check_run(T, rows, appends=True)
         if value is None and not self.is_latent:
             raise ValueError("value=None, but the cache stores values; give them, or create it with latent=…")
         if value is not None and self.is_latent:
@@ -182,30 +206,34 @@ class Cache(Source):
                 f"features of the key; leave value out"
             )
         values = None if value is None else self._tokens("value", value, self.value_head_dim, batch)
-        if values is not None and values.shape[1] != T:
-            raise ValueError(f"value has length {values.shape[1]}, but key has length {T}: they must be equal")
+        if values is not None and values.shape[1] != keys.shape[1]:
+            raise ValueError(
+                f"value has length {values.shape[1]}, but key has length {keys.shape[1]}: they must be equal"
+            )
+        return keys, values
+
+    def _counts(self, T: int, lengths: ArrayLike | None, rows: Rows | None) -> tuple[jax.Array | None, Rows | None]:
+        """How many of T new tokens of each row are real, int32 [B], or None and the packed rows; checked."""
+        self.check_all_layers("an append, cache.pending(T).layer(layer),")
+        runs = None if rows is None else check_rows(rows, T, self.batch)
+        self.check_run(T, rows, appends=True)
         if runs is None:
-            return keys, values, self.row_lengths("lengths", lengths, T), None
+            return self.row_lengths("lengths", lengths, T), None
         if lengths is not None:
             raise ValueError("rows and lengths are both given: packed rows have their lengths in rows.starts")
-        return keys, values, None, runs
+        return None, runs
 
-    @functools.partial(jax.jit, inline=True)  # of eager calls too, one program
-    def _append(self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None) -> Self:
-        """`append`, its arguments checked."""
-        cache, pieces, *_ = self.grown(key.shape[1], count, rows)
-        fields: Any = {name: x for name, x in cache._rows().items() if x is not getattr(self, name)}
-        return dataclasses.replace(self.write(key, value, pieces, rows is not None), **fields)
+    def _pending(self, T: int, count: jax.Array | None, rows: Rows | None) -> Pending[Self]:
+        """`pending`, its arguments checked."""
+        placement = self.active_placement
+        if placement is None:
+            return self.grown(T, count, rows)
+        cache, fields = pending_on_mesh(placement, T, self, count, rows)
+        return Pending(cache, **fields, rows=rows, T=T)
 
-    def grown(
-        self, T: int, count: jax.Array | None, rows: Rows | None
-    ) -> tuple[Self, Pieces, jax.Array, jax.Array | None]:
-        """An append of T tokens per row, ``count`` of each real, or of T tokens of packed ``rows``; nothing is written.
-
-        Returns:
-            This cache with the lengths afterwards; where the tokens go; how many of each row's tokens fit, int32 [B];
-            for packed rows, the index of each row's first token among the T, int32 [B].
-        """
+    @functools.partial(jax.jit, inline=True, static_argnames="T")
+    def grown(self, T: int, count: jax.Array | None, rows: Rows | None) -> Pending[Self]:
+        """`pending` on one device: of T tokens per row ``count`` are real, or of T tokens of packed ``rows``."""
         if rows is None:
             assert count is not None
             wanted, starts = count, None
@@ -215,14 +243,33 @@ class Cache(Source):
             wanted, count = add(rows.counts(T, self.batch)), add(counts)
             starts = add(jnp.where(counts > 0, jnp.clip(rows.starts, 0, T)[:-1], 0))
         every: Any = np.arange(self.batch, dtype=np.int32)  # known, see `at_rows`
-        pieces, fit = self.place(T, count, every)
-        pieces = Pieces(*map(jnp.asarray, pieces))
-        lengths, overflowed = self.lengths + fit, self.overflowed | (fit < wanted)
-        return dataclasses.replace(self, lengths=lengths, overflowed=overflowed), pieces.packed(starts), fit, starts
+        fit = self.place(T, count, every)[1]
+        cache = self.advanced(self.lengths + fit, self.overflowed | (fit < wanted))
+        return Pending(cache, count, fit, starts, rows, T=T)
+
+    def advanced(self, lengths: jax.Array, overflowed: jax.Array) -> Self:
+        """This cache with the lengths and the flags after an append; its arrays lack the tokens."""
+        return dataclasses.replace(self, lengths=lengths, overflowed=overflowed)
+
+    def pieces(self, T: int, size: jax.Array, starts: jax.Array | None) -> Pieces:
+        """Where the last ``size[b]`` tokens of each row lie, of T at most; ``starts``: see `GivenTokens`."""
+        before, every = dataclasses.replace(self, lengths=self.lengths - size), np.arange(self.batch, dtype=np.int32)
+        return Pieces(*map(jnp.asarray, before.place(T, size, every)[0])).packed(starts)  # type: ignore[arg-type]
+
+    def with_tokens(self, given: GivenTokens) -> Self:
+        """This cache, whose lengths count them, with these tokens in its arrays."""
+        placement = self.active_placement
+        return self._with_tokens(given) if placement is None else written_on_mesh(placement, self, given)
+
+    @functools.partial(jax.jit, inline=True)
+    def _with_tokens(self, given: GivenTokens) -> Self:
+        """`with_tokens` on one device."""
+        size, starts, key, value = given
+        return self.write(key, value, self.pieces(key.shape[1], size, starts), starts is not None)
 
     @abc.abstractmethod
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
-        """This cache with new tokens in its arrays; every other slot is unchanged, and so are the lengths.
+        """This cache, whose lengths count them, with new tokens in its arrays; every other slot is unchanged.
 
         Args:
             key: [B, T, K, D]; for packed rows [1, N, K, D].
@@ -345,12 +392,16 @@ class Cache(Source):
             raise ValueError(f"{name}={lengths.tolist()} must be from 0 to T={T}, the tokens that were given")
         return jnp.clip(integers_by_row(name, lengths, self.batch), 0, T)
 
-    def _check_layer(self) -> None:
-        if self.lengths.ndim != 1:
+    def check_layer(self) -> None:
+        """Raise a `ValueError` for several layers, of which calls and appends need one."""
+        if self.layers is not None:
             raise ValueError(
-                f"{type(self).__name__}'s lengths have shape {self.lengths.shape}, but must have shape [B]: it has a "
-                f"layer axis in front; take one layer by cache.layer(layer)"
+                f"the {type(self).__name__} has {self.layers} layers: give a call one of them, by cache.layer(layer), "
+                f"and a step one of an append to all, by cache.pending(T).layer(layer)"
             )
+
+    def check_all_layers(self, what: str) -> None:
+        """Raise a `ValueError` for one of several layers, since ``what`` is for all of them together."""
 
     def _tokens(self, name: str, x: Any, d: int, batch: int) -> jax.Array:
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):

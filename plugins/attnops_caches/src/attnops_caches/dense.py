@@ -45,16 +45,16 @@ class RowCache(StoredCache):
         Raises:
             ValueError: they are not integers of rank 1, or known not to be rows; the cache is one layer of several.
         """
-        if self.store.layer is not None:
-            raise ValueError("take_rows is for all layers together: call it on the cache with the layer axis")
-        given, axis = rows_to_take(rows, self.batch), self.lengths.ndim - 1
+        self.check_all_layers("take_rows")
+        given = rows_to_take(rows, self.batch)
         kept = self.placement and self.placement.for_rows(given.shape[0])
 
         def taken(cache: Self, given: jax.Array) -> Self:
             exists, index = (given >= 0) & (given < cache.batch), jnp.clip(given, 0, cache.batch - 1)
-            fields: Any = {name: jnp.take(x, index, axis) for name, x in cache._rows().items()}
+            fields: Any = {name: jnp.take(x, index, 0) for name, x in cache._rows().items()}
             fields = {name: jnp.where(exists, x, jnp.zeros((), x.dtype)) for name, x in fields.items()}
             fields["overflowed"] |= ~exists
+            axis = 0 if cache.layers is None else 1
             blocks = {name: jnp.take(x, index, axis) for name, x in cache.store._blocks().items()}
             return cache.with_blocks(blocks, placement=kept, **fields)
 
@@ -103,7 +103,7 @@ class DenseCache(RowCache):
         """
         check_size("batch", batch)
         store = create_store(batch, check_size("length", length), **tokens)
-        return cls(store=store, **create_rows(batch, starts, tokens.get("layers")))
+        return cls(store=store, **create_rows(batch, starts))
 
     def place(self, T: int, count: jax.Array, rows: jax.Array) -> tuple[Pieces, jax.Array]:
         first = 0 if self.first_slot is None else self.first_slot

@@ -81,8 +81,10 @@ def integers_by_row(name: str, values: Any, batch: int) -> jax.Array:
     return int32(values)
 
 
-def check_layer(layer: Any, layers: int) -> None:
+def check_layer(layer: Any, layers: int | None) -> None:
     """Raises a `ValueError` unless ``layer`` is an integer, from 0 to ``layers - 1`` as far as it is known."""
+    if layers is None:
+        raise ValueError(f"layer={layer} is given, but the cache has no layer axis: use it as it is")
     layer = integers_of_shape("layer", layer, [()], "an integer")
     if isinstance(layer, np.ndarray) and not 0 <= int(layer) < layers:
         raise ValueError(f"layer={int(layer)} must be from 0 to {layers - 1}: the cache has {layers} layers")

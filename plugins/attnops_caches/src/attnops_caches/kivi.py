@@ -112,7 +112,7 @@ class KiviCache(Cache):
             raise ValueError(f"recent={R} must be at least group={G}, whose keys are kept until it is complete")
         D, Dv = layout.head_dim, layout.value_head_dim
         return cls(
-            **create_rows(B, starts, None),
+            **create_rows(B, starts),
             codes=jnp.zeros((B, K, S, D // 2), jnp.int8),
             scales=jnp.zeros((B, K, S // G, D), jnp.float32),
             middles=jnp.zeros((B, K, S // G, D), jnp.float32),

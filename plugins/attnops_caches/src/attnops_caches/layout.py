@@ -29,7 +29,7 @@ class TokenOptions(TypedDict, total=False):
         latent: for multi-head latent attention (arXiv:2405.04434): the value is the key's first ``latent`` features.
         key_scale: with scales by tensor, float32 []; by head, [K]; [L] or [L, K] for layers that differ.
         value_scale: the same of the values.
-        layers: L, for a layer axis in front of every array; None for none.
+        layers: L, for a layer axis in front of the arrays of tokens; None for none.
         width: W, the features of a token in one array: its key, zeros, and its value last; of latent content the
             key and zeros. If left out, keys and values are two arrays, [B, K, S, D] and [B, K, S, Dv].
     """

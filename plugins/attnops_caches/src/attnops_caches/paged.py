@@ -81,10 +81,9 @@ class PagedCache(StoredCache):
             ValueError: see `DenseCache.create` and `with_table`.
         """
         store = create_store(check_size("pages", pages), check_size("page_size", page_size), joins=True, **tokens)
-        rows = create_rows(check_size("batch", batch), starts, tokens.get("layers"))
-        shape = *rows["lengths"].shape, check_size("max_pages", max_pages)
-        copied = jnp.full((*shape[:-2], pages), -1, jnp.int32)
-        cache = cls(store=store, **rows, table=jnp.full(shape, -1, jnp.int32), copied=copied)
+        rows = create_rows(check_size("batch", batch), starts)
+        empty = jnp.full((batch, check_size("max_pages", max_pages)), -1, jnp.int32)
+        cache = cls(store=store, **rows, table=empty, copied=jnp.full((pages,), -1, jnp.int32))
         return cache if table is None else cache.with_table(table)
 
     @property
@@ -140,7 +139,7 @@ class PagedCache(StoredCache):
         return self.max_pages * self.page_size
 
     def with_table(self, table: ArrayLike) -> Self:
-        """The cache with another table, such as a `PagePool`'s; with a layer axis, of all layers.
+        """The cache with another table, such as a `PagePool`'s.
 
         Args:
             table: integers [B, M]; −1 where there is no page. Known values are checked; with traced ones, tokens whose
@@ -153,19 +152,18 @@ class PagedCache(StoredCache):
         Raises:
             ValueError: another shape or dtype, or a known page that the cache does not have.
         """
-        shape = self.table.shape[-2:]
+        shape = self.table.shape
         what = f"integers [B, max_pages]={shape}: the batch and max_pages of the cache"
-        array = integers_of_shape("table", table, (shape, self.table.shape), what)
+        array = integers_of_shape("table", table, [shape], what)
         if isinstance(array, np.ndarray) and array.size and (array.min() < -1 or array.max() >= self.pages_of_row):
             raise ValueError(
                 f"table has pages from {array.min()} to {array.max()}, but the cache has pages 0 to "
                 f"{self.pages_of_row - 1}{' for each shard of rows' * (self._shards > 1)}, and -1 means no page"
             )
-        # A buffer of its own, which can be donated.
-        pages = jnp.broadcast_to(int32(array), self.table.shape) + jnp.int32(0)
+        pages = int32(array) + jnp.int32(0)  # a buffer of its own, which can be donated
         # ``copied`` at the pages of the table.
         page, origin = whole(jnp.clip(pages, 0, self.pages_of_row - 1) + self._first_pages), whole(self.copied)
-        copied = jnp.take_along_axis(origin, page.reshape(*origin.shape[:-1], -1), -1).reshape(pages.shape)
+        copied = origin[page]
         if (placement := self.active_placement) is not None:
             by_row: Any = placement.specs(self).table
             pages, copied = (placed(x, by_row, placement.mesh) for x in (pages, copied))
@@ -262,8 +260,7 @@ class PagedCache(StoredCache):
             to = (source[i] >= 0) & (source[i] < self.batch) & (row == target[i])
             origin = jnp.where(to, origin[jnp.clip(source[i], 0, self.batch - 1)], origin)
             is_target |= to
-        axis = self.lengths.ndim - 1
-        fields: dict[str, Any] = {name: jnp.take(x, origin, axis, mode="clip") for name, x in self._rows().items()}
+        fields: dict[str, Any] = {name: jnp.take(x, origin, 0, mode="clip") for name, x in self._rows().items()}
         forked = dataclasses.replace(moved, **fields).with_table(table)
         failed = is_target & (forked.lengths < fields["lengths"])
         return dataclasses.replace(forked, overflowed=forked.overflowed | failed)
@@ -279,8 +276,7 @@ class PagedCache(StoredCache):
             ValueError: the cache is one layer of one with a layer axis.
             UnsupportedError: a mesh shards the pages; each shard copies its own, in a `jax.shard_map`.
         """
-        if self.store.layer is not None:
-            raise ValueError("copy_pages is for all layers together: call it on the cache with the layer axis")
+        self.check_all_layers("copy_pages")
         if self._shards > 1:
             raise refusal("pages can't be copied or forked here", Reason(
                 "placement.batch", names_of(self.placement.batch if self.placement else None),
@@ -290,12 +286,12 @@ class PagedCache(StoredCache):
         source, target = map(int32, pairs(copies.source, copies.target, "copies."))
         target = jnp.where((source >= 0) & (target >= 0), target, self.pages)  # out of range: dropped
         source = jnp.clip(source, 0, self.pages - 1)
-        lead = (slice(None),) * (self.lengths.ndim - 1)
+        lead = () if self.layers is None else (slice(None),)
         blocks = {
             name: jnp.asarray(x).at[(*lead, target)].set(x[(*lead, source)], mode="drop")
             for name, x in self.store._blocks().items()
         }
         # A copy of a copy counts as a copy of the first source.
-        before = self.copied[(*lead, source)]
-        copied = self.copied.at[(*lead, target)].set(jnp.where(before >= 0, before, source), mode="drop")
+        before = self.copied[source]
+        copied = self.copied.at[target].set(jnp.where(before >= 0, before, source), mode="drop")
         return self.with_blocks(blocks, copied=copied)

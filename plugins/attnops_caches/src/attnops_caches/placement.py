@@ -24,11 +24,12 @@ from attnops.sharding.modes import MODE_DECODE
 from attnops.sharding.placing import explicit_names, of_axes, placed
 from attnops.sharding.rules import DEFAULT_RULES, AxisRules
 from attnops.sharding.specs import MeshAxes, MeshLike, entry_of, names_of
-from attnops_caches.store import NewTokens
+from attnops_caches.store import GivenTokens
 
 if TYPE_CHECKING:
     from attnops.typing import Leaf
     from attnops_caches.base import CacheType
+    from attnops_caches.rows import Rows
     from attnops_caches.stored import StoredCache
 
 
@@ -93,13 +94,12 @@ class Placement:
 
         return jax.tree_util.tree_map_with_path(spec, cache)  # type: ignore[no-any-return]
 
-    def specs_of_new(self, cache: Any, is_packed: bool) -> NewTokens:
-        """The partition specs of the new tokens of a cache."""
-        by_row, by_head = PartitionSpec(self.batch), PartitionSpec(self.batch, self.kv_heads)
-        tokens: Any = dict.fromkeys(cache.store._blocks(), by_head)
-        by_token = PartitionSpec(self.batch, None, self.kv_heads)
-        given: Any = (by_token,) if cache.is_latent else (by_token, by_token)
-        return NewTokens(tokens, by_row, by_row, by_row, by_row if is_packed else None, given)  # type: ignore[arg-type]
+    def specs_of_given(self, given: GivenTokens) -> GivenTokens:
+        """The partition specs of new tokens."""
+        by_row = PartitionSpec(self.batch)
+        by_token = PartitionSpec(None if given.starts is not None else self.batch, None, self.kv_heads)
+        specs: Any = GivenTokens(by_row, by_row, by_token, by_token)  # type: ignore[arg-type]
+        return jax.tree.broadcast(specs, given)  # type: ignore[no-any-return]
 
     def by_compiler(self, function: Callable[..., Any], out_specs: Any, *args: Any) -> Any:
         """``function(*args)`` with automatic mesh axes in place of explicit ones, which allow no gather across shards.
@@ -196,66 +196,59 @@ def _dividing(entry: MeshAxes, size: int, mesh: MeshLike) -> MeshAxes:
     return dividing_axes(mesh, frozenset(name for name, n in mesh.shape.items() if n > 1) - manual_axes(), entry, size)
 
 
-def append_by_shard(placement: Placement, writes: bool, *call: Any) -> tuple[Any, Any]:
-    """An append on a mesh, where it is possible: each device's tokens go to its rows, heads and slots.
-
-    Args:
-        placement: how the cache is sharded.
-        writes: whether the tokens are written, as `Cache.append` does; else it is `StoredCache.pending`.
-        *call: the cache, and what `Cache._new` returns.
+def pending_on_mesh(
+    placement: Placement, T: int, cache: CacheType, count: jax.Array | None, rows: Rows | None
+) -> tuple[CacheType, dict[str, Any]]:
+    """`Cache.pending` on a mesh, where each device advances its rows.
 
     Returns:
-        The cache after it; the new tokens unless they are written.
+        The cache after it; ``count``, ``size`` and ``starts`` of the `Pending`.
     """
-    is_packed = call[-1] is not None
-    kept_whole = ("context of each row", placement.slots), ("rows", placement.batch if is_packed else None)
-    for what, axes in () if writes else kept_whole:
-        if axes is not None:
-            reason = Reason("mesh", ", ".join(names_of(axes)), f"shards the {what}", "append them: cache.append(...)")
-            raise refusal("tokens that a kernel would write", reason)
-    cache, *given = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, _specs(placement, call))
-    grown, changed = _on_shards(placement, writes, cache, *given)
-    grown |= {"store": changed} if writes else {}
-    return dataclasses.replace(cache, **grown), None if writes else changed
+    by_row = PartitionSpec(placement.batch)
+    grown, fields = _on_shards(placement, T, (by_row, PartitionSpec()), cache, count, rows)
+    return dataclasses.replace(cache, **grown), fields
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_shards(placement: Placement, writes: bool, *call: Any) -> Any:
-    """What `_of_shard` returns of every device's shard."""
-    specs = _specs(placement, call)
-    changed = specs[0].store if writes else placement.specs_of_new(call[0], call[-1] is not None)
+def written_on_mesh(placement: Placement, cache: CacheType, given: GivenTokens) -> CacheType:
+    """`Cache.with_tokens` on a mesh, where each device writes the tokens of its rows, heads and slots."""
+    blocks = _on_shards(placement, None, (placement.specs_of_given(given),), cache, given)
+    return cache.with_blocks(blocks)  # type: ignore[attr-defined,no-any-return]
+
+
+def _on_shards(placement: Placement, T: int | None, specs: Any, *call: Any) -> Any:
+    """What `_grown` of T tokens returns of every device's shard; or, without T, the blocks with given tokens."""
+    specs = jax.tree.broadcast((placement.specs(call[0]), *specs), call)
+    call = jax.tree.map(lambda x, spec: placed(x, spec, placement.mesh), call, specs)
+    leaves, tree = jax.tree.flatten(specs)
+    return _compiled_on_shards(placement, T, tuple(leaves), tree, call)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _compiled_on_shards(placement: Placement, T: int | None, leaves: Any, tree: Any, call: tuple[Any, ...]) -> Any:
+    specs = jax.tree.unflatten(tree, leaves)
+    out_specs = specs[0].store._blocks() if T is None else PartitionSpec(placement.batch)
+
+    def function(cache: StoredCache, *given: Any) -> Any:
+        return (
+            placement.local(cache)._with_tokens(*given).store._blocks()
+            if T is None
+            else _grown(placement, T, cache, *given)
+        )
+
     # Nothing is differentiated, and loops may have carries that don't vary as the check wants.
-    return jax.shard_map(
-        functools.partial(_of_shard, placement, writes), in_specs=specs, out_specs=(_grown(specs[0]), changed),
-        check_vma=False, **mesh_arguments(placement.mesh),
-    )(*call)  # fmt: skip
+    where = mesh_arguments(placement.mesh)
+    return jax.shard_map(function, in_specs=specs, out_specs=out_specs, check_vma=False, **where)(*call)
 
 
-def _specs(placement: Placement, call: tuple[Any, ...]) -> Any:
-    """The specs of cache, key, value, count and rows."""
-    by_token = PartitionSpec(placement.batch if call[-1] is None else None, None, placement.kv_heads)
-    specs = placement.specs(call[0]), by_token, by_token, PartitionSpec(placement.batch), PartitionSpec()
-    return jax.tree.broadcast(specs, call)
-
-
-def _of_shard(
-    placement: Placement, writes: bool, cache: StoredCache, key: Any, value: Any, count: Any, rows: Any
-) -> Any:
-    """What an append changes of one device's shard: by row; and its store, or if it does not write the new tokens."""
+def _grown(placement: Placement, T: int, cache: StoredCache, count: Any, rows: Rows | None) -> Any:
+    """What an append of T tokens changes of a shard by row; and ``count``, ``size`` and ``starts`` of a `Pending`."""
     shard = placement.local(cache)
     if rows is not None:
         # Rows of other devices are out of range, and their tokens are dropped as padding is.
         rows = dataclasses.replace(rows, slots=jnp.asarray(rows.slots) - first_index(placement.batch, shard.batch))
-    if not writes:
-        after, new = shard._pending(key, value, count, rows)
-        return _grown(after), new
-    after = shard._append(key, value, count, rows)
-    return _grown(after), after.store
-
-
-def _grown(cache: StoredCache) -> dict[str, Any]:
-    """What an append changes of a cache, other than its store."""
-    return {name: x for name, x in cache._rows().items() if name not in ("starts", "table")}
+    pending = shard.grown(T, count, rows)
+    changed = {name: x for name, x in pending.cache._rows().items() if name not in ("starts", "table")}
+    return changed, {"count": pending.count, "size": pending.size, "starts": pending.starts}
 
 
 def refusal(what: str, *reasons: Reason) -> UnsupportedError:

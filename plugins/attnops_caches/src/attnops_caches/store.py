@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Generic, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from jax.typing import ArrayLike
 from attnops.exported import serialised, serialised_tuple
 from attnops_caches.bits import bits_dtype, from_bits, to_bits
 from attnops_caches.layout import TokenLayout, TokenOptions, layout_of
-
-CacheOf = TypeVar("CacheOf")
 
 
 @serialised_tuple
@@ -49,6 +47,22 @@ class Pieces(NamedTuple):
         return self._replace(first=self.first + starts[self.row], row=jnp.zeros_like(self.row))
 
 
+class GivenTokens(NamedTuple):
+    """New tokens of one layer as the caller gave them.
+
+    Attributes:
+        size: how many tokens of each row fit, int32 [B].
+        starts: for packed rows, the index of each row's first token among the T, int32 [B]; None for a batch.
+        key: [B, T, K, D]; for packed rows [1, T, K, D].
+        value: likewise, [B, T, K, Dv]; None for latent content.
+    """
+
+    size: jax.Array
+    starts: jax.Array | None
+    key: jax.Array
+    value: jax.Array | None
+
+
 @serialised_tuple
 class NewTokens(NamedTuple):
     """New tokens that are not written yet.
@@ -60,8 +74,8 @@ class NewTokens(NamedTuple):
         size: how many tokens of each row fit, int32 [B].
         blocks: the blocks that each row's tokens go to, in order, int32 [B, blocks].
         starts: for packed rows, the index of each row's first token among the N, int32 [B]; None for a batch.
-        given: key, and value unless the content is latent, as the caller gave them, [B, T, K, d]: for a kernel that
-            quantises them itself, so that XLA leaves ``tokens`` out.
+        given: the tokens as the caller gave them, for a kernel that quantises them itself, so that XLA leaves
+            ``tokens`` out, and for `Cache.with_tokens` where a kernel does not write those of all rows.
     """
 
     tokens: dict[str, jax.Array]
@@ -69,21 +83,7 @@ class NewTokens(NamedTuple):
     size: jax.Array
     blocks: jax.Array
     starts: jax.Array | None = None
-    given: tuple[jax.Array, ...] = ()
-
-
-@serialised_tuple
-class Pending(NamedTuple, Generic[CacheOf]):
-    """An append whose tokens are not written yet.
-
-    Attributes:
-        cache: its lengths are those after the append, but its arrays lack the tokens: a kernel that writes them, or
-            `StoredCache.write_new`, makes it a cache to read.
-        new: the tokens.
-    """
-
-    cache: CacheOf
-    new: NewTokens
+    given: GivenTokens | None = None
 
 
 @serialised(layout=(TokenLayout.to_json, TokenLayout.from_json))

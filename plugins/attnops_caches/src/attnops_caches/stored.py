@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from attnops_caches.base import Cache, Contents
 from attnops_caches.calls.request import CacheRequest
 from attnops_caches.codec import Quantized
 from attnops_caches.integers import check_layer, integers_by_row
-from attnops_caches.placement import append_by_shard
-from attnops_caches.rows import Rows
-from attnops_caches.store import NewTokens, Pending, Pieces, Store
+from attnops_caches.store import GivenTokens, NewTokens, Pieces, Store
 from attnops_caches.tiles import StoreLoader, TileLoader
 
 if TYPE_CHECKING:
@@ -31,21 +26,15 @@ if TYPE_CHECKING:
 StoredType = TypeVar("StoredType", bound="StoredCache")
 
 
-def _weak(layer: Any) -> Callable[[], Any]:
-    """A function that returns a layer's number; if it is traced or an array, only while that exists elsewhere."""
-    return weakref.ref(layer) if isinstance(layer, jax.Array) else lambda: layer
-
-
-def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dict[str, Any]:
+def create_rows(batch: int, starts: ArrayLike | None) -> dict[str, Any]:
     """``lengths``, ``starts`` and ``overflowed`` of an empty cache."""
-    lead = () if layers is None else (layers,)
     first = jnp.zeros((batch,), jnp.int32) if starts is None else integers_by_row("starts", starts, batch)
     if isinstance(starts, (int, list, tuple, np.ndarray)) and (np.asarray(starts) < 0).any():
         raise ValueError(f"starts={starts} must be at least 0: how many tokens of left padding each row has")
     return {
-        "lengths": jnp.zeros((*lead, batch), jnp.int32),
-        "starts": jnp.broadcast_to(first, (*lead, batch)) + jnp.int32(0),
-        "overflowed": jnp.zeros((*lead, batch), bool),
+        "lengths": jnp.zeros((batch,), jnp.int32),
+        "starts": first + jnp.int32(0),
+        "overflowed": jnp.zeros((batch,), bool),
     }
 
 
@@ -53,9 +42,9 @@ def create_rows(batch: int, starts: ArrayLike | None, layers: int | None) -> dic
 class StoredCache(Cache):
     """A cache whose tokens are in blocks of a `Store`: what the storages of this package share.
 
-    A layer axis may be in front of every array (``create(layers=L)``). Methods are for one layer, see `layer`, and
-    raise a `ValueError` for all together; except those that empty, shorten or move rows or pages (``reset``,
-    ``truncate``, ``with_table``, ``take_rows``, ``fork``, ``copy_pages``), which are for all layers.
+    A layer axis may be in front of the arrays of tokens (``create(layers=L)``); lengths, flags and tables are shared by
+    all layers. Calls over such a cache and ``read`` are for one layer, see `layer`; all that changes it is for all
+    layers: `pending`, ``reset``, ``truncate``, ``with_table``, ``take_rows``, ``fork``, ``copy_pages``.
 
     Attributes:
         store: the arrays of the tokens.
@@ -69,11 +58,6 @@ class StoredCache(Cache):
     whole_block: int = dataclasses.field(default=0, kw_only=True, metadata={"static": True})
 
     is_stored: ClassVar[bool] = True
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: x for name, x in self.__dict__.items() if name != "_taken"
-        }  # what `layer` took has weak references
 
     def describe(self) -> CacheRequest:
         layout, codec = self.store.layout, self.codec
@@ -126,66 +110,28 @@ class StoredCache(Cache):
     def loader(self) -> TileLoader:
         return StoreLoader(self.store, None)
 
-    def pending(
-        self, key: ArrayLike, value: ArrayLike | None = None, lengths: ArrayLike | None = None, rows: Rows | None = None
-    ) -> Pending[Self]:
-        """`append` without its writes, for a kernel that writes.
+    def new_tokens(self, given: GivenTokens) -> NewTokens:
+        """What a kernel needs to write tokens that the lengths count."""
+        pieces = self.pieces(given.key.shape[1], given.size, given.starts)
+        first, blocks = self._first_new(self.lengths - given.size, pieces)
+        return NewTokens(self.store.encoded(given.key, given.value), first, given.size, blocks, given.starts, given)
 
-        Raises:
-            ValueError: see `append`.
-            UnsupportedError: a mesh shards the context; or rows are packed, and it shards the cache's rows.
-        """
-        given, placement = self._new(key, value, lengths, rows), self.active_placement
-        return self._pending(*given) if placement is None else Pending(*append_by_shard(placement, False, self, *given))
-
-    def _pending(
-        self, key: jax.Array, value: jax.Array | None, count: jax.Array | None, rows: Rows | None
-    ) -> Pending[Self]:
-        """`pending` on one device, its arguments checked."""
-        cache, pieces, fit, starts = self.grown(key.shape[1], count, rows)
-        first, blocks = self._first_new(pieces)
-        given = (key,) if value is None else (key, value)
-        return Pending(cache, NewTokens(self.store.encoded(key, value), first, fit, blocks, starts, given))
-
-    def write_new(self, new: NewTokens, rows: jax.Array) -> Self:
-        """The cache with some of the tokens that `pending` returned with it, where a kernel does not write them all.
-
-        Args:
-            new: the tokens.
-            rows: whose are written, bool [B].
-
-        The loop that writes has an iteration for each page of these rows that has new tokens.
-
-        Raises:
-            ValueError: the cache is on a mesh: a kernel is given each device's shard.
-        """
-        if self.active_placement is not None:
-            raise ValueError("the cache is on a mesh: write_new is for a device's part of it, inside jax.shard_map")
-        before = dataclasses.replace(self, lengths=self.lengths - new.size)
-        T, every = new.tokens["key"].shape[2], jnp.arange(self.batch, dtype=jnp.int32)
-        pieces, _ = before.place(T, jnp.where(rows, new.size, 0), every)
-        store = self.store.write(new.tokens, pieces.packed(new.starts), sparse=True)
-        return dataclasses.replace(self, store=store)
-
-    def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
-        """``first`` and ``blocks`` of `NewTokens`, from the pieces of all rows."""
-        return self.lengths, pieces.block.reshape(self.batch, -1)
+    def _first_new(self, lengths: jax.Array, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
+        """``first`` and ``blocks`` of `NewTokens`, from the lengths before the append and the pieces of all rows."""
+        return lengths, pieces.block.reshape(self.batch, -1)
 
     def write(self, key: jax.Array, value: jax.Array | None, pieces: Pieces, sparse: bool) -> Self:
         store = self.store.write(self.store.encoded(key, value), pieces, sparse=sparse)
         return dataclasses.replace(self, store=store)
 
+    @property
+    def layers(self) -> int | None:
+        return self.store.key.shape[0] if self.store.key.ndim == 5 and self.store.layer is None else None
+
     def layer(self, layer: ArrayLike) -> Self:
-        """One layer of a cache with a layer axis, for `jax.lax.scan` over layers without a copy of the cache.
+        """One layer of a cache with a layer axis, without a copy: the arrays of tokens still hold all layers.
 
-        The arrays still hold all layers, so that an append updates them in place: carry the cache through the scan
-        (as its input and output XLA would copy it), and put the layer back by `with_layer`::
-
-            def block(carry, layer):
-                x, cache = carry
-                ...
-                out, one = op.step(query, key, value, cache.layer(layer), mask=Causal())
-                return (x, cache.with_layer(layer, one)), None
+        Calls, and ``read``, are for one layer; tokens are appended to all, see `pending`.
 
         Args:
             layer: an integer, which may be traced.
@@ -193,42 +139,19 @@ class StoredCache(Cache):
         Raises:
             ValueError: there is no layer axis, or a known layer is not in it.
         """
-        if self.lengths.ndim != 2:
-            raise ValueError(f"lengths have shape {self.lengths.shape}, but must be [L, B]: there is no layer axis")
-        check_layer(layer, self.lengths.shape[0])
-        fields = {name: lax.dynamic_index_in_dim(x, layer, keepdims=False) for name, x in self._of_layer().items()}
-        # For `with_layer`; not a field, since it is no part of the cache.
-        object.__setattr__(self, "_taken", (_weak(layer), {name: weakref.ref(x) for name, x in fields.items()}))
-        return dataclasses.replace(self, store=self.store.at_layer(layer), **fields)  # type: ignore[arg-type]
+        check_layer(layer, self.layers)
+        return dataclasses.replace(self, store=self.store.at_layer(layer))  # type: ignore[arg-type]
 
-    def with_layer(self, layer: ArrayLike, one: Self) -> Self:
-        """This cache with a layer axis, with one layer replaced by what became of ``self.layer(layer)``.
-
-        Args:
-            layer: the integer that `layer` was given.
-            one: that layer afterwards.
-
-        Raises:
-            ValueError: there is no layer axis, a known layer is not in it, or ``one`` is no layer of a cache.
-        """
-        if self.lengths.ndim != 2 or not isinstance(one, StoredCache) or one.store.layer is None:
-            raise ValueError("with_layer takes what became of cache.layer(layer), and the cache itself")
-        check_layer(layer, self.lengths.shape[0])
-        new, (last, taken) = one._of_layer(), getattr(self, "_taken", (_weak(None), {}))
-        # XLA would copy what `layer` took and nothing changed, such as tables.
-        same = {name for name, x in taken.items() if last() is layer and x() is new[name]}
-        fields = {
-            name: lax.dynamic_update_index_in_dim(x, new[name], layer, 0)
-            for name, x in self._of_layer().items() if name not in same
-        }  # fmt: skip
-        return self.with_blocks(one.store._blocks(), **fields)
+    def check_all_layers(self, what: str) -> None:
+        if self.store.layer is not None:
+            raise ValueError(f"{what} is for all layers together: call it on the cache with the layer axis")
 
     def with_blocks(self, blocks: dict[str, jax.Array], **fields: Any) -> Self:
         """This cache with other arrays in its store, by their names, and other fields."""
         return dataclasses.replace(self, store=dataclasses.replace(self.store, **blocks), **fields)  # type: ignore[arg-type]
 
     def read(self) -> Contents:
-        self._check_layer()
+        self.check_layer()
         placement = self.active_placement
         if placement is None:
             return Contents(*self._keys_values(), *self.positions())
@@ -244,8 +167,3 @@ class StoredCache(Cache):
     def row_blocks(self) -> jax.Array:
         """The blocks of each row in the order of its tokens, int32 [B, blocks]; −1 where there is none."""
         return jnp.arange(self.batch, dtype=jnp.int32)[:, None]
-
-    def _of_layer(self) -> dict[str, jax.Array]:
-        """The arrays outside the store, which have the layer axis too."""
-        names = [x.name for x in dataclasses.fields(self) if x.name != "store" and not x.metadata.get("static")]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

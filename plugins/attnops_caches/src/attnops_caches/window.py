@@ -75,11 +75,11 @@ class WindowCache(RowCache):
         """
         slots = check_size("window", window) - 1 + check_size("max_append", max_append)
         store = create_store(check_size("batch", batch), slots, **tokens)
-        rows = create_rows(batch, starts, tokens.get("layers"))
+        rows = create_rows(batch, starts)
         return cls(store=store, **rows, written=jnp.zeros_like(rows["lengths"]), window=window, max_append=max_append)
 
-    def _first_new(self, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
-        return self.lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]
+    def _first_new(self, lengths: jax.Array, pieces: Pieces) -> tuple[jax.Array, jax.Array]:
+        return lengths % self.length, jnp.arange(self.batch, dtype=jnp.int32)[:, None]
 
     def check_run(self, T: int, rows: Rows | None, *, appends: bool) -> None:
         most = T if rows is None else 0
@@ -106,11 +106,9 @@ class WindowCache(RowCache):
         pieces = Pieces(run, zero, before, rows, slot), Pieces(run, before, fit - before, rows, zero)
         return Pieces(*(jnp.concatenate(x) for x in zip(*pieces, strict=True))), fit
 
-    def grown(
-        self, T: int, count: jax.Array | None, rows: Rows | None
-    ) -> tuple[Self, Pieces, jax.Array, jax.Array | None]:
-        cache, pieces, fit, starts = super().grown(T, count, rows)
-        return dataclasses.replace(cache, written=jnp.maximum(self.written, cache.lengths)), pieces, fit, starts
+    def advanced(self, lengths: jax.Array, overflowed: jax.Array) -> Self:
+        cache = super().advanced(lengths, overflowed)
+        return dataclasses.replace(cache, written=jnp.maximum(self.written, lengths))
 
     def truncate(self, lengths: ArrayLike) -> Self:
         """See `Cache.truncate`; sets ``overflowed`` where the ring lost tokens that the next query sees."""

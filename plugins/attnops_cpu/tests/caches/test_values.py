@@ -132,15 +132,15 @@ def test_a_window_smaller_than_a_page(make: str) -> None:
 @pytest.mark.slow
 def test_layers_and_starts() -> None:
     create = dense(batch=2, length=30, kv_heads=2, head_dim=16, layers=3, **F32)
-    cache = filled(create, [[30, 12]] * 3, starts=np.array([[0, 5]] * 3, np.int32))
+    cache = filled(create, [30, 12], starts=np.array([0, 5], np.int32))
     for layer in range(3):
         check(cache.layer(layer), 2, 2)
 
 
 @pytest.mark.slow
-def test_a_traced_layer_that_does_not_exist_is_the_one_whose_lengths_are_read() -> None:
+def test_a_traced_layer_that_does_not_exist_is_the_nearest_that_does() -> None:
     create = dense(batch=2, length=30, kv_heads=2, head_dim=16, layers=3, **F32)
-    cache = jax.tree.map(jnp.asarray, filled(create, [[30, 12], [5, 9], [21, 30]], starts=np.zeros((3, 2), np.int32)))
+    cache = jax.tree.map(jnp.asarray, filled(create, [21, 30], starts=np.zeros(2, np.int32)))
     query = np.random.default_rng(1).standard_normal((2, 1, 2, 16), np.float32)
     operation = OperationRegistry.create("attnops-cpu:flash", OperationMetadata(on_unsupported="error"))
     run = jax.jit(lambda layer: operation(query, cache.layer(layer), mask=Causal()).attention_outputs)

@@ -174,7 +174,7 @@ def test_rows_without_pages_compile(dtype: Any) -> None:
 @pytest.mark.tier(every=2)
 def test_a_step_writes_to_the_cache_where_it_is(generation: str, T: int) -> None:
     def ring() -> Cache:
-        return WindowCache.create(batch=8, window=1009, max_append=16, kv_heads=4, head_dim=128, layers=8).layer(7)
+        return WindowCache.create(batch=8, window=1009, max_append=16, kv_heads=4, head_dim=128, layers=8)
 
     codec: dict[str, Any] = {"codec": Quantized("int8", "head"), "key_scale": [0.1] * 4, "value_scale": [0.1] * 4}
     by_token, int4 = ({"codec": Quantized(dtype, "token_head")} for dtype in ("int8", "int4"))
@@ -206,8 +206,9 @@ def step_temporaries(cache: Cache, generation: str, T: int, is_one_kernel: bool 
     operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
 
     def step(query: jax.Array, key: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        output, cache = operation.step(query, key, key, cache, mask=Causal())
-        return output.attention_outputs, cache
+        pending = cache.pending(T) if cache.layers is None else cache.pending(T).layer(7)
+        output, pending = operation.step(query, key, key, pending, mask=Causal())
+        return output.attention_outputs, pending.cache
 
     K = cache.kv_heads
     query, key = (jax.ShapeDtypeStruct((cache.batch, T, heads, 128), jnp.bfloat16) for heads in (4 * K, K))
@@ -215,7 +216,8 @@ def step_temporaries(cache: Cache, generation: str, T: int, is_one_kernel: bool 
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in cache.store._blocks().values())
     with target(generation):
-        request = operation.request(query, cache, mask=Causal())
+        one: Any = cache if cache.layers is None else jax.eval_shape(lambda cache: cache.layer(7), cache)
+        request = operation.request(query, one, mask=Causal())
         assert {r.argument for r in step_reasons(operation, "tpu", request)} == (set() if is_one_kernel else {"query"})
     if T < 100 and is_one_kernel:  # the compiler can't print programs whose operands it prefetches in parts
         assert "while" not in compiled.as_text()  # `append` is a loop over rows

@@ -108,9 +108,13 @@ class Call:
 
         def step(operation: Any) -> Any:
             def one(query: Any, key: Any, value: Any, cache: Any, at: Any) -> Any:
-                cache = cache if self.layers is None else cache.layer(at)
-                cache = cache.append(*before, held)
-                return operation.step(query, key, value, cache, rows=rows, query_lengths=lengths, **options)
+                if self.layers is None:
+                    cache = cache.append(*before, held)
+                    return operation.step(query, key, value, cache, rows=rows, query_lengths=lengths, **options)
+                cache = cache.pending(40, held).layer(at).write(*before).cache
+                pending = cache.pending(n, lengths, rows).layer(at)
+                output, pending = operation.step(query, key, value, pending, **options)
+                return output, pending.cache
 
             program = jax.jit(jax.vmap(one, in_axes=(0, 0, 0, None, None)))
             return program(query, key, value, cache, jnp.int32(1))

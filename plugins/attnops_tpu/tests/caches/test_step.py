@@ -14,8 +14,8 @@ import pytest
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops.masks import Causal, Mask, SlidingWindow
-from attnops_caches import Cache, DenseCache, NewTokens, PagedCache, Quantized, Rows, StoredCache, WindowCache, sharded
-from attnops_tpu.caches import batches
+from attnops_caches import Cache, DenseCache, NewTokens, PagedCache, Quantized, Rows, WindowCache, sharded
+from attnops_tpu.caches import batches, packed
 from attnops_tpu.caches.reader import TPUCacheReader
 from attnops_tpu.caches.write import Writer
 from attnops_tpu.generations import target
@@ -155,13 +155,13 @@ def test_several_tiles_of_queries_a_row(make: Any, T: int, lengths: list[int], r
 def test_packed_rows_of_one_tile_are_written_by_the_kernel(
     make: Any, lengths: list[int], starts: list[int], slots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_new = StoredCache.write_new
+    write = packed.written_before
 
-    def written_before(cache: Cache, new: NewTokens, rows: jax.Array) -> Cache:
+    def written_before(cache: Any, new: NewTokens, rows: jax.Array) -> Cache:
         # What the kernel does not write must be of several tiles, of 8 queries here, or all padding.
-        return write_new(cache, new, rows & ((new.size > 8) | (cache.lengths <= cache.starts)))
+        return write(cache, new, rows & ((new.size > 8) | (cache.lengths <= cache.starts)))
 
-    monkeypatch.setattr(StoredCache, "write_new", written_before)
+    monkeypatch.setattr(packed, "written_before", written_before)
     # One tile a call of the kernel, the schedule of which scalar memory would hold.
     monkeypatch.setattr(batches, "rows_a_call", lambda nq, words: 1 if make is dense else 99)
     with detect_races():
@@ -200,13 +200,13 @@ def test_auto_picks_the_kernel_that_writes(steps: list[int]) -> None:
 
 @pytest.mark.slow
 def test_a_layer_of_all_is_written() -> None:
-    cache = paged(layers=3).layer(1)
+    pending = paged(layers=3).pending(1).layer(1)
     operation = OperationRegistry.create("attnops-tpu:flash", METADATA)
     key = normal(0, 4, 1, K, 16)
-    step = jax.jit(lambda query, key, cache: operation.step(query, key, key, cache, mask=Causal())[1])
-    written = step(normal(1, 4, 1, 4, 16), key, cache)
-    expected = jax.jit(lambda key, cache: cache.append(key, key))(key, cache)
-    np.testing.assert_array_equal(written.store.key, expected.store.key)
+    step = jax.jit(lambda query, key, pending: operation.step(query, key, key, pending, mask=Causal())[1])
+    written = step(normal(1, 4, 1, 4, 16), key, pending)
+    expected = jax.jit(lambda key, pending: pending.write(key, key))(key, pending)
+    np.testing.assert_array_equal(written.cache.store.key, expected.cache.store.key)
 
 
 @pytest.mark.slow

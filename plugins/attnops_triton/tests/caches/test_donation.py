@@ -32,11 +32,11 @@ def step(q: Any, k: Any, cache: Cache) -> Any:
 
 def over_layers(q: Any, k: Any, cache: Cache) -> Any:
     def block(carry: Any, layer: Any) -> Any:
-        x, cache = carry
-        out, one = step(x, k, cache.layer(layer))
-        return (out, cache.with_layer(layer, one)), None
+        x, pending = carry
+        return step(x, k, pending.layer(layer)), None
 
-    return jax.lax.scan(block, (q, cache), jnp.arange(3))[0]
+    (x, pending), _ = jax.lax.scan(block, (q, cache.pending(k.shape[1])), jnp.arange(3))
+    return x, pending.cache
 
 
 def over_tokens(q: Any, k: Any, cache: Cache) -> Any:

@@ -145,13 +145,13 @@ def test_auto_picks_the_kernel_that_writes(steps: list[int]) -> None:
 
 @pytest.mark.slow
 def test_a_layer_of_all_is_written() -> None:
-    cache = paged(layers=3).layer(1)
+    pending = paged(layers=3).pending(1).layer(1)
     operation = OperationRegistry.create("attnops-triton:flash", METADATA)
     key = normal(0, 4, 1, K, 16)
-    program = jax.jit(lambda q, k, c: operation.step(q, k, k, c, mask=Causal())[1])
-    written = program(normal(1, 4, 1, 4, 16), key, cache)
-    expected = cache.append(key, key)
-    np.testing.assert_array_equal(written.store.key, expected.store.key)
+    program = jax.jit(lambda q, k, pending: operation.step(q, k, k, pending, mask=Causal())[1])
+    written = program(normal(1, 4, 1, 4, 16), key, pending)
+    expected = pending.write(key, key)
+    np.testing.assert_array_equal(written.cache.store.key, expected.cache.store.key)
 
 
 @pytest.mark.slow

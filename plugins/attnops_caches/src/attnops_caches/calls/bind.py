@@ -54,7 +54,7 @@ def bind_cached(cache: Cache, operation: OperationImpl, query: ArrayLike, option
     query_lengths, rows, lengths = (options.pop(name, None) for name in ("query_lengths", "rows", "_lengths"))
     query = check_array("query", query)
     query = swap_heads("query", query) if metadata.layout == "BHTD" else query
-    cache._check_layer()
+    cache.check_layer()
     if options.get("dropout_key") is not None:
         raise ValueError("dropout_key is given, but attention over a cache has no dropout; leave it out")
     options["mode"] = _mode(metadata, options.get("mode"), query.shape[1])

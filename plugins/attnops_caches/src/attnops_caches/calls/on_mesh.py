@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from attnops.dispatch.request import AttentionRequest
     from attnops.typing import Leaf, Options
     from attnops_caches.base import Cache
-    from attnops_caches.store import NewTokens
+    from attnops_caches.store import GivenTokens
 
 # Up to so many queries, partial softmaxes are all-gathered: one exchange, of more bytes than the two reductions.
 _GATHERED: Final = 16
@@ -117,7 +117,7 @@ def find_cache_boundary(
 
 
 def run_over_cache(
-    operation: OperationImpl, forward: str, call: Call, new: NewTokens | None = None
+    operation: OperationImpl, forward: str, call: Call, new: GivenTokens | None = None
 ) -> tuple[OperationOutput, Cache]:
     """Attention over a cache, and the cache with the new tokens of a step, if any, which the same kernel writes; under
     a mesh each device computes its shard. What needs all keys where they are sharded raises an `UnsupportedError`.
@@ -133,10 +133,9 @@ def run_over_cache(
         _check_partial(keys, options, placement.slots)
     by_query = PartitionSpec(boundary.batch, None, boundary.heads)
     by_head = PartitionSpec(boundary.batch, boundary.heads)
-    of_new = None if new is None else placement.specs_of_new(cache, source.is_packed)
-    of_cache = placement.specs(cache)
+    of_cache, of_new = placement.specs(cache), None if new is None else placement.specs_of_given(new)
     fields = {"attention_outputs": by_query} | dict.fromkeys(OPTIONAL_FIELDS.values(), by_head)
-    wanted, written = wanted_fields(options), () if new is None else tuple(new.tokens)
+    wanted, written = wanted_fields(options), () if new is None else tuple(cache.store._blocks())
     group = query.shape[2] // cache.kv_heads
 
     def compute(shard: Shard, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Leaf, ...]:

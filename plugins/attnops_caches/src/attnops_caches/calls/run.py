@@ -22,11 +22,11 @@ from attnops_caches.scores import SlotBias
 if TYPE_CHECKING:
     from attnops.dispatch.attention import OperationImpl
     from attnops_caches.base import Cache
-    from attnops_caches.store import NewTokens
+    from attnops_caches.store import GivenTokens
 
 
 def run_on_device(
-    operation: OperationImpl, forward: str, call: Call, new: NewTokens | None = None
+    operation: OperationImpl, forward: str, call: Call, new: GivenTokens | None = None
 ) -> tuple[OperationOutput, Cache]:
     """Attention over a cache, and the cache with the new tokens of a step, which the same kernel writes, if any."""
     query, cache = call.args
@@ -36,7 +36,7 @@ def run_on_device(
     assert reader is not None
     if new is None:
         return reader.attend(operation, query, cache, **call.options), cache
-    return reader.step(operation, query, cache, new, **call.options)
+    return reader.step(operation, query, cache, cache.new_tokens(new), **call.options)
 
 
 def partial_on_device(operation: OperationImpl, forward: str, call: Call) -> PartialSoftmax:

@@ -7,33 +7,29 @@ differently, or if rows are packed and it shards the cache's rows.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 
-from attnops.dispatch.attention import OperationImpl
 from attnops.dispatch.binding import check_array, swap_heads
 from attnops.dispatch.decision import decide
-from attnops.dispatch.platforms import FORWARD_CHAIN
 from attnops.kernels.nograd import without_gradient
-from attnops.sharding.placing import whole
 from attnops_caches.calls.bind import NO_GRADIENT
 from attnops_caches.calls.on_mesh import may_step, run_over_cache
-from attnops_caches.calls.reader import attention_request, reader_of, step_reasons
-from attnops_caches.rows import Rows, check_rows
+from attnops_caches.calls.reader import attention_request, step_reasons
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-    from attnops.dispatch.call import Call
+    from attnops.dispatch.attention import OperationImpl
     from attnops.output import OperationOutput
-    from attnops_caches.base import Cache, CacheType
+    from attnops_caches.base import CacheType
+    from attnops_caches.pending import Pending
+
+PendingType = TypeVar("PendingType", bound="Pending[Any]")
 
 
 def step(
@@ -51,37 +47,51 @@ def step(
     Raises:
         ValueError: a query of another length than the key; see also `Cache.append`.
     """
-    if is_bhtd := operation.metadata.layout == "BHTD":
+    cache.check_layer()
+    given, T = dict(options), length_of(operation, key) or 1  # a key without tokens is refused below
+    lengths, rows = (given.pop(name, None) for name in ("query_lengths", "rows"))
+    output, pending = cache.pending(T, lengths, rows).step(operation, query, key, value, given)
+    return output, pending.cache
+
+
+def step_pending(
+    pending: PendingType,
+    operation: OperationImpl,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike | None,
+    options: Mapping[str, Any],
+) -> tuple[OperationOutput, PendingType]:
+    """See `attnops.OperationImpl.step`: writes the tokens of one layer, see `Pending.layer`, and attends to it.
+
+    Raises:
+        ValueError: of several layers none was chosen; a key or query of another length than the append; see also
+            `Cache.append`.
+    """
+    if operation.metadata.layout == "BHTD":
         key = swap_heads("key", check_array("key", key))
         value = None if value is None else swap_heads("value", check_array("value", value))
-    query_lengths, rows = options.get("query_lengths"), options.get("rows")
-    shape = jnp.shape(key)
-    if options.get("mask") is None and rows is None and len(shape) == 4 and shape[1] > 1:
+    given = pending.given(key, value)
+    if options.get("mask") is None and pending.rows is None and pending.T > 1:
         _warn_of_later_tokens()
+    call = operation.prepare(query, pending, **options)
+    one, placement = pending.one, pending.cache.placement
+    is_sharded = placement is not None and (placement.slots or (pending.rows is not None and placement.batch))
+    if one.is_stored and not is_sharded:
+        chosen = operation.chosen(call)
+        forward = decide(chosen, request := attention_request(call))
+        if not step_reasons(chosen, forward, request) and may_step(call.boundary, one):
+            output, one = run_over_cache(chosen, forward, call, without_gradient((given,), NO_GRADIENT)[0])
+            return chosen.finish(call, output), pending.written(one)
+    one = one.with_tokens(given)
+    call = call._replace(args=(call.args[0], without_gradient((one,), NO_GRADIENT)[0]))
+    return operation.run(call), pending.written(one)
 
-    def call(grown: Cache) -> Call:
-        T, of_query = shape[1], jnp.shape(query)
-        if len(of_query) == 4 and (length := of_query[2 if is_bhtd else 1]) != T:
-            raise ValueError(
-                f"query has length {length}, but key has length {T}: they must be equal, since a step is of the "
-                f"queries of the tokens that it appends; else append them, and call op(query, cache)"
-            )
-        lengths = _wanted_lengths(cache, T, query_lengths, rows)
-        return operation.prepare(query, grown, **options, _lengths=lengths)
 
-    tokens = key, value, query_lengths, rows
-    if _may_fuse(operation, cache, rows):
-        stored: Any = cache
-        grown, new = stored.pending(*tokens)
-        fused = call(grown)
-        chosen = operation.chosen(fused)
-        forward = decide(chosen, request := attention_request(fused))
-        if not step_reasons(chosen, forward, request) and may_step(fused.boundary, cache):
-            output, written = run_over_cache(chosen, forward, fused, without_gradient((new,), NO_GRADIENT)[0])
-            # What is not written is as it was, also for `StoredCache.with_layer`.
-            return chosen.finish(fused, output), dataclasses.replace(grown, store=written.store)  # type: ignore
-    after = cache.append(*tokens)
-    return operation.run(call(after)), after
+def length_of(operation: OperationImpl, x: ArrayLike) -> int | None:
+    """The length of queries or keys as a caller gives them; None if they have another rank than 4."""
+    shape = jnp.shape(x)
+    return shape[2 if operation.metadata.layout == "BHTD" else 1] if len(shape) == 4 else None
 
 
 @functools.cache  # once a process, and not at each call of a loop
@@ -92,28 +102,3 @@ def _warn_of_later_tokens() -> None:
         UserWarning,
         stacklevel=2,
     )
-
-
-def _wanted_lengths(cache: Cache, T: int, query_lengths: ArrayLike | None, rows: Rows | None) -> jax.Array:
-    """The rows' lengths with T new tokens, as if all of them fitted, int32 [B].
-
-    The positions of queries are counted from these, so that they are not shifted in a row that overflows.
-    """
-    if rows is None:
-        return cache.lengths + cache.row_lengths("query_lengths", query_lengths, T)
-    runs = check_rows(rows, T, cache.batch)
-    # Not a scatter, which explicit mesh axes do not allow.
-    is_of_row = jnp.arange(cache.batch, dtype=jnp.int32)[:, None] == runs.slots
-    return whole(cache.lengths) + jnp.where(is_of_row, runs.first_counts(T, cache.batch), 0).sum(1, dtype=jnp.int32)
-
-
-def _may_fuse(operation: OperationImpl, cache: Cache, rows: Rows | None) -> bool:
-    """Whether a kernel may write the tokens; False is certain."""
-    placement = cache.placement
-    is_sharded = placement is not None and (placement.slots or (rows is not None and placement.batch))
-    if is_sharded or not cache.is_stored:
-        return False
-    if type(operation).chosen is not OperationImpl.chosen:  # `auto`: it picks by the request
-        return (operation.metadata.platform or jax.default_backend()) != "cpu"
-    readers = (reader_of(operation, forward) for forward in {*itertools.chain(*FORWARD_CHAIN.values())})
-    return any(reader is not None and reader.writes for reader in readers)

@@ -89,6 +89,12 @@ def _of_tiles(call: FlashCall, cache: StoredCache, bq: int, tiles: int, is_real:
     return Unpacked(with_rows(row), of_keys, row, exists, tile, place, is_real)
 
 
+def written_before(cache: CacheType, new: NewTokens, rows: jax.Array) -> CacheType:
+    """The cache with the new tokens of some rows, bool [B]."""
+    assert new.given is not None
+    return cache.with_tokens(new.given._replace(size=jnp.where(rows, new.size, 0)))
+
+
 def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[CacheType, NewTokens]:
     """The new tokens that the kernel writes, as a batch of small tiles has them, and the cache with the others.
 
@@ -101,7 +107,7 @@ def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[Cac
     bq, N = batch.call.query.shape[1], batch.tile.shape[0]
     tiles = jnp.zeros((cache.batch,), jnp.int32).at[batch.row].add(batch.exists.astype(jnp.int32))
     is_one = (tiles == 1) & (new.size <= bq)
-    cache = cache.write_new(new, ~is_one)
+    cache = written_before(cache, new, ~is_one)
     size = jnp.where(batch.exists & is_one[batch.row], new.size[batch.row], 0)
     token = jnp.minimum(new.starts[batch.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
     tokens = {name: x[0][:, token].swapaxes(0, 1) for name, x in new.tokens.items()}

@@ -61,12 +61,14 @@ def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     store = cache.store
     named = {name: getattr(store, name) for name in Tokens._fields}
     found = {name: x for name, x in named.items() if x is not None} | store.flat_blocks()
-    # By row: XLA computes it with the other numbers of rows then.
-    found["base"] = jnp.full((cache.batch,), store.base, jnp.int32)
+    # By row, and from its length: so XLA computes it in one kernel with the other numbers of rows. A row without tokens
+    # reads no block.
+    found["base"] = jnp.where(cache.lengths > 0, jnp.asarray(store.base, jnp.int32), 0)
     return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
 
 
 def token_arrays(new: NewTokens) -> dict[str, jax.Array]:
     """The new tokens as the caller gave them, [B, T, K, d]; the slot after each row's last one, and how many fit."""
-    given = dict(zip(("new_key", "new_value"), new.given, strict=False))
+    assert new.given is not None
+    given = {"new_key": new.given.key} | ({} if new.given.value is None else {"new_value": new.given.value})
     return given | {"new_stop": new.first + new.size, "new_size": new.size}

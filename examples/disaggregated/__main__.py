@@ -148,7 +148,8 @@ def main() -> int:
         computes = Prefill(model(), MAX_LENGTH)
         serve(int(sys.argv[2]), lambda body: computes(body["tokens"]))
     elif sys.argv[1:2] == ["decode"]:
-        decode = Decode(model(), lambda tokens: post(sys.argv[3], {"tokens": tokens}), max_length=MAX_LENGTH)
+        # Slow enough to be killed while requests run.
+        decode = Decode(model(), lambda x: post(sys.argv[3], {"tokens": x}), max_length=MAX_LENGTH, seconds=0.05)
 
         def answer(body: dict[str, Any]) -> bytes:
             return json.dumps(decode(body["tokens"], body["max_tokens"])).encode()

@@ -41,7 +41,7 @@ class Decode:
         rows: R; further prompts are not computed before a row ends.
         pages: pages of all rows.
         max_length: the most tokens of a row.
-        seconds: the least time of a step, as of a larger model.
+        seconds: how long each step waits before it is computed, in place of a larger model.
     """
 
     def __init__(

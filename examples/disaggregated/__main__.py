@@ -11,6 +11,7 @@ with the tokens that one process gives. ``prefill PORT`` and ``decode PORT URL``
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import http.server
 import json
@@ -52,10 +53,11 @@ def serve(port: int, answer: Callable[[dict[str, Any]], bytes]) -> None:
                 status, data = 503, str(error).encode()
             except (KeyError, TypeError, ValueError) as error:
                 status, data = 400, str(error).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # who asked is gone
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -116,7 +118,7 @@ def killed() -> tuple[list[list[int]], int]:
                     raise
                 with lock:
                     again[0] += 1
-                time.sleep(0.2)
+                time.sleep(0.5)
                 continue
             with lock:
                 answered[0] += 1

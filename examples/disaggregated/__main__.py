@@ -11,6 +11,7 @@ with the tokens that one process gives. ``prefill PORT`` and ``decode PORT URL``
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import http.server
 import json
@@ -52,10 +53,11 @@ def serve(port: int, answer: Callable[[dict[str, Any]], bytes]) -> None:
                 status, data = 503, str(error).encode()
             except (KeyError, TypeError, ValueError) as error:
                 status, data = 400, str(error).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with contextlib.suppress(ConnectionError):  # who asked is gone
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, *args: Any) -> None:
             pass
@@ -116,7 +118,7 @@ def killed() -> tuple[list[list[int]], int]:
                     raise
                 with lock:
                     again[0] += 1
-                time.sleep(0.2)
+                time.sleep(0.5)
                 continue
             with lock:
                 answered[0] += 1
@@ -148,7 +150,8 @@ def main() -> int:
         computes = Prefill(model(), MAX_LENGTH)
         serve(int(sys.argv[2]), lambda body: computes(body["tokens"]))
     elif sys.argv[1:2] == ["decode"]:
-        decode = Decode(model(), lambda tokens: post(sys.argv[3], {"tokens": tokens}), max_length=MAX_LENGTH)
+        # Slow enough to be killed while requests run.
+        decode = Decode(model(), lambda x: post(sys.argv[3], {"tokens": x}), max_length=MAX_LENGTH, seconds=0.05)
 
         def answer(body: dict[str, Any]) -> bytes:
             return json.dumps(decode(body["tokens"], body["max_tokens"])).encode()

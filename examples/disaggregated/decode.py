@@ -16,7 +16,7 @@ from flax import nnx
 
 from attnops_caches import CacheRows
 
-from .prefill import PAGE, from_bytes
+from .prefill import from_bytes
 
 Carry = tuple[Any, Any]  # the caches of all layers and their `PagePool`
 
@@ -38,19 +38,27 @@ class Decode:
     Args:
         model: the model.
         prefill: computes a prompt elsewhere, see `Prefill.__call__`.
-        rows: R. As many prompts more may wait with their keys and values in the host's memory.
+        rows: R; further prompts are not computed before a row ends.
         pages: pages of all rows.
         max_length: the most tokens of a row.
+        seconds: how long each step waits before it is computed, in place of a larger model.
     """
 
     def __init__(
-        self, model: Any, prefill: Callable[[list[int]], bytes], rows: int = 4, pages: int = 16, max_length: int = 64
+        self,
+        model: Any,
+        prefill: Callable[[list[int]], bytes],
+        rows: int = 4,
+        pages: int = 32,
+        max_length: int = 64,
+        seconds: float = 0.0,
     ) -> None:
-        self.prefill, self.max_length, self.waiting = prefill, max_length, threading.Semaphore(2 * rows)
+        self.prefill, self.max_length, self.seconds = prefill, max_length, seconds
+        self.waiting = threading.Semaphore(rows)
         self.changed, self.queue, self.running = threading.Condition(), [], [None] * rows  # type: ignore[var-annotated]
         graph, self.state = nnx.split(model)
         self.carry: Carry = model.init_ragged_pages(
-            batch_size=rows, pages=pages, page_size=PAGE, max_model_length=max_length
+            batch_size=rows, pages=pages, page_size=8, max_model_length=max_length
         )
 
         def admit(carry: Carry, row: jax.Array, length: jax.Array, taken: Any) -> tuple[Carry, jax.Array]:
@@ -93,6 +101,7 @@ class Decode:
             self._admit_waiting()
             counts = np.array([x is not None for x in self.running], np.int32)
             tokens = np.array([0 if x is None else x.tokens[-1] for x in self.running], np.int32)
+            time.sleep(self.seconds)
             self.carry, found = self._step(self.state, self.carry, tokens, counts)
             for request, token in zip(self.running, np.asarray(found), strict=True):
                 if request is not None:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from attnops_caches import CacheRows
 
-PAGE = 16  # prompts are padded to pages of the decoding process, so that few programs are compiled
+CHUNK = 32  # prompts are padded to multiples of it, so that few programs are compiled
 
 
 class Prefill:
@@ -34,7 +34,7 @@ class Prefill:
         """The first token and the rows of all layers, as bytes."""
         if not 0 < len(tokens) <= self.max_length:
             raise ValueError(f"{len(tokens)} tokens must be from 1 to {self.max_length}")
-        padded = jnp.asarray([tokens + [0] * (-len(tokens) % PAGE)])
+        padded = jnp.asarray([tokens + [0] * (-len(tokens) % CHUNK)])
         with self.lock:
             token, rows = self.compute(self.state, padded, jnp.asarray([len(tokens)]))
         return to_bytes(int(token), rows)
@@ -42,7 +42,7 @@ class Prefill:
 
 def to_bytes(token: int, rows: tuple[CacheRows, ...]) -> bytes:
     """A token and rows; before each row, how many bytes it has."""
-    parts = [x.to_bytes(multiple=PAGE) for x in rows]
+    parts = [x.to_bytes(multiple=CHUNK) for x in rows]
     return token.to_bytes(8, "big") + b"".join(len(x).to_bytes(8, "big") + x for x in parts)
 
 

@@ -197,9 +197,10 @@ def test_layers_and_rows_that_move() -> None:
     _, key, value = new(single, B, 19)
 
     def append(cache: Any) -> Any:
+        pending = cache.pending(19)
         for i in range(2):
-            cache = cache.with_layer(i, cache.layer(i).append(key * (i + 1), value))
-        return cache
+            pending = pending.layer(i).write(key * (i + 1), value)
+        return pending.cache
 
     placed, single = jax.jit(append)(placed), jax.jit(append)(single)
     check_contents(placed.layer(1), single.layer(1))

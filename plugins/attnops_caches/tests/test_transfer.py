@@ -48,28 +48,34 @@ def create(storage: str, **tokens: Any) -> Any:
 
 
 def appended(cache: Any, T: int, counts: Any = None) -> Any:
-    if cache.lengths.ndim > 1:
-        for i in range(cache.lengths.shape[0]):
-            cache = cache.with_layer(i, appended(cache.layer(i), T, counts))
-        return cache
-    key, value = (
-        jnp.asarray(RNG.normal(size=(cache.batch, T, cache.kv_heads, d)), cache.dtype)
+    @jax.jit
+    def run(cache: Any, keys: Any, values: Any) -> Any:
+        pending = cache.pending(T, counts)
+        for i, (key, value) in enumerate(zip(keys, values, strict=True)):
+            pending = (pending if cache.layers is None else pending.layer(i)).write(key, value)
+        return pending.cache
+
+    keys, values = (
+        [
+            jnp.asarray(RNG.normal(size=(cache.batch, T, cache.kv_heads, d)), cache.dtype)
+            for _ in range(cache.layers or 1)
+        ]
         for d in (cache.head_dim, cache.value_head_dim)
     )
-    return jax.jit(type(cache).append)(cache, key, None if cache.is_latent else value, counts)
+    return run(cache, keys, [None] * len(values) if cache.is_latent else values)
 
 
 @jax.jit
 def contents(cache: Any) -> Any:
     """What `read` returns, of every layer."""
-    return cache.read() if cache.lengths.ndim == 1 else jax.vmap(lambda one: one.read())(cache)
+    return [cache.read()] if cache.layers is None else [cache.layer(i).read() for i in range(cache.layers)]
 
 
 def tokens(cache: Any, row: int) -> list[np.ndarray]:
     """Keys, values and positions of a row's tokens in their order, of each layer."""
-    found, layers = contents(cache), []
-    for layer in [()] if cache.lengths.ndim == 1 else [(0,), (1,)]:
-        keys, values, positions, held = (np.asarray(x)[(*layer, row)] for x in found)
+    layers: list[np.ndarray] = []
+    for found in contents(cache):
+        keys, values, positions, held = (np.asarray(x)[row] for x in found)
         index = np.argsort(positions)
         layers += [x[index[held[index]]] for x in (keys, values, positions)]
     return layers

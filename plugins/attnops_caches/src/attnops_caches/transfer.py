@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import jax
@@ -35,8 +36,8 @@ class CacheRows:
     """The tokens of N rows of a cache as they are stored, without the cache's pages and padding. Made by `Cache.take`.
 
     A pytree of static shapes, which JAX moves: ``jax.device_put(rows, jax.memory.Space.Host)`` to pinned memory of the
-    host, `jax.experimental.transfer` to another process. `to_bytes` serialises it. A layer axis is in front of every
-    array.
+    host, `jax.experimental.transfer` to another process. `to_bytes` serialises it. A layer axis is in front of tokens
+    and scales; layers share the other arrays.
 
     Attributes:
         tokens: ``"key"`` [N, K, n, D] and, unless the content is latent, ``"value"`` [N, K, n, Dv], in the codec's
@@ -84,6 +85,8 @@ class CacheRows:
             feature = jnp.arange(number << 24, (number << 24) + K * d, dtype=jnp.uint32).reshape(K, 1, d)
             terms = jnp.where(position >= 0, _mixed(bits + _mixed(feature + at)), jnp.uint32(0))
             total += terms.sum((-3, -2, -1), dtype=jnp.uint32)
+        if total.ndim == 2:  # of all layers
+            total = _mixed(total + jnp.arange(total.shape[0], dtype=jnp.uint32)[:, None]).sum(0, dtype=jnp.uint32)
         for x in (self.lengths, self.starts, self.overflowed):
             total = _mixed(total + x.astype(jnp.uint32))
         return total
@@ -146,7 +149,7 @@ class CacheRows:
             size = shape[-3:-2] if codec.scales == "head" else ()
             scales = {f"scales.{name}": ((*shape[:-4], *size), np.float32) for name in scales}
         wanted |= scales
-        wanted |= {name: (shape[:-3], dtype) for name, dtype in _BY_ROW.items()}
+        wanted |= {name: (shape[-4:-3], dtype) for name, dtype in _BY_ROW.items()}
         found: Any = self.tokens | {f"scales.{name}": x for name, x in self.scales.items()}
         found |= {name: getattr(self, name) for name in _BY_ROW}
         given = {name: (np.shape(x), np.dtype(x.dtype)) for name, x in found.items()}
@@ -229,8 +232,7 @@ def _checked(verb: str, cache: Cache, rows: ArrayLike, count: int | None) -> tup
             "make a DenseCache, WindowCache or PagedCache",
         ))  # fmt: skip
     stored: Any = cache
-    if stored.store.layer is not None:
-        raise ValueError(f"{verb} is for all layers together: call it on the cache with the layer axis")
+    stored.check_all_layers(verb)
     shape = (max(np.size(rows), 1) if count is None else count,)
     array = integers_of_shape("rows", rows, [shape], f"integers [N]={shape}" if count else "integers [N], one at least")
     if isinstance(array, np.ndarray):
@@ -244,8 +246,8 @@ def _checked(verb: str, cache: Cache, rows: ArrayLike, count: int | None) -> tup
 def _check_same(cache: StoredCache, taken: CacheRows) -> None:
     """Raise a `ValueError` unless the cache stores tokens as the one that they were taken from."""
     *lead, _, K, _, _ = np.shape(taken.tokens["key"])
-    own: Any = {"layout": _layout(cache), "kv_heads": cache.kv_heads, "layers": cache.lengths.shape[:-1]}
-    for name, given in {"layout": taken.layout, "kv_heads": K, "layers": tuple(lead)}.items():
+    own: Any = {"layout": _layout(cache), "kv_heads": cache.kv_heads, "layers": cache.layers}
+    for name, given in {"layout": taken.layout, "kv_heads": K, "layers": lead[0] if lead else None}.items():
         if given != own[name]:
             raise ValueError(
                 f"the rows are of a cache with {name}={given}, but this cache has {name}={own[name]}: tokens are moved "
@@ -261,7 +263,7 @@ def _layout(cache: StoredCache) -> TokenLayout:
 
 def _specs(placement: Placement, rows: CacheRows) -> CacheRows:
     """The partition specs of rows on a mesh: kv heads are sharded."""
-    lead, heads = (None,) * (rows.lengths.ndim - 1), placement.kv_heads
+    lead, heads = (None,) * (rows.tokens["key"].ndim - 4), placement.kv_heads
     specs: Any = jax.tree.map(lambda _: PartitionSpec(), rows)
     scales = {name: PartitionSpec(*lead, *[heads] * (x.ndim - len(lead))) for name, x in rows.scales.items()}
     tokens = dict.fromkeys(rows.tokens, PartitionSpec(*lead, None, heads))
@@ -270,13 +272,7 @@ def _specs(placement: Placement, rows: CacheRows) -> CacheRows:
 
 @functools.partial(jax.jit, inline=True, static_argnames="n")
 def _take(cache: StoredCache, rows: jax.Array, n: int) -> CacheRows:
-    one = functools.partial(_take_layer, n=n)
-    one = one if cache.lengths.ndim == 1 else jax.vmap(one, (0, None))
-    taken = one(cache.without_mesh(), rows)
-    return dataclasses.replace(taken, digest=taken.hashed())
-
-
-def _take_layer(cache: StoredCache, rows: jax.Array, n: int) -> CacheRows:
+    cache = cache.without_mesh()
     store, written, S = cache.store, getattr(cache, "written", None), cache.length
     row = jnp.clip(rows, 0, cache.batch - 1)
     lengths, starts = cache.lengths[row], cache.starts[row]
@@ -289,6 +285,7 @@ def _take_layer(cache: StoredCache, rows: jax.Array, n: int) -> CacheRows:
     u = store.slots if written is not None else min(n, store.slots)
     blocks = jnp.maximum(cache.row_blocks()[row, : -(-n // u)], 0)
 
+    @_of_each_layer(cache)
     def tokens(x: jax.Array) -> jax.Array:
         x = x if x.ndim == 4 else x[..., None]  # scales
         x = to_bits(x[blocks, :, :u].swapaxes(1, 2).reshape(row.size, cache.kv_heads, -1, x.shape[-1]))
@@ -303,18 +300,22 @@ def _take_layer(cache: StoredCache, rows: jax.Array, n: int) -> CacheRows:
     parts |= {name: x[..., 0] for name, x in arrays.items() if name.endswith("scale")}
     overflowed = cache.overflowed[row] | ~fits
     digest = jnp.zeros(lengths.shape, jnp.uint32)
-    return CacheRows(parts, store.given_scales, lengths, starts, first, overflowed, digest, _layout(cache))
+    taken = CacheRows(parts, store.given_scales, lengths, starts, first, overflowed, digest, _layout(cache))
+    return dataclasses.replace(taken, digest=taken.hashed())
+
+
+def _of_each_layer(cache: StoredCache) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function of arrays of one layer one of those of all layers, if the cache has several."""
+    return jax.vmap if cache.layers is not None else lambda function: function
 
 
 @functools.partial(jax.jit, inline=True)
 def _put(cache: StoredCache, rows: jax.Array, taken: CacheRows) -> StoredCache:
-    plain, by_layer = cache.without_mesh(), cache.lengths.ndim > 1
+    plain = cache.without_mesh()
     again = jnp.tril(rows[:, None] == rows, -1).any(1)
     to = jnp.where((rows >= 0) & (rows < cache.batch) & ~again, rows, cache.batch)
-    fits = (jax.vmap(_fits, (0, None, 0)) if by_layer else _fits)(plain, to, taken) & (taken.digest == taken.hashed())
-    fits = jnp.broadcast_to(fits.all(0), fits.shape) if by_layer else fits
-    put_layer = jax.vmap(_put_layer, (0, None, 0, 0)) if by_layer else _put_layer
-    blocks, fields = put_layer(plain, to, fits, taken)
+    fits = _fits(plain, to, taken) & (taken.digest == taken.hashed())
+    blocks, fields = _put_rows(plain, to, fits, taken)
     return cache.with_blocks(blocks, **fields)
 
 
@@ -334,7 +335,7 @@ def _fits(cache: StoredCache, to: jax.Array, taken: CacheRows) -> jax.Array:
     return fits & (taken.first == 0) & (lengths <= cache.length) & (is_own | ~needed).all(1)
 
 
-def _put_layer(
+def _put_rows(
     cache: StoredCache, to: jax.Array, fits: jax.Array, taken: CacheRows
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """The arrays of blocks, and those by row, with the rows that fit."""
@@ -348,6 +349,7 @@ def _put_layer(
     last = (lengths - 1)[:, None]
     token = last - (last - jnp.arange(u, dtype=jnp.int32)) % u - first[:, None]  # in each slot of a ring
 
+    @_of_each_layer(cache)
     def in_blocks(x: jax.Array) -> jax.Array:
         x = x if x.ndim == 4 else x[..., None]
         if is_ring:
@@ -356,11 +358,12 @@ def _put_layer(
             x = jnp.pad(x[:, :, : m * u], ((0, 0), (0, 0), (0, max(m * u - n, 0)), (0, 0)))
         return x.reshape(*x.shape[:2], m, u, x.shape[3]).swapaxes(1, 2)
 
+    @_of_each_layer(cache)
+    def written(x: jax.Array, new: jax.Array) -> jax.Array:
+        return x.at[blocks, :, :u].set(from_bits(new if x.ndim == 4 else new[..., 0], x.dtype), mode="drop")
+
     new = store.joined({name: in_blocks(x) for name, x in taken.tokens.items()})
-    arrays = {}
-    for name, x in store._blocks().items():
-        given = from_bits(new[name] if x.ndim == 4 else new[name][..., 0], x.dtype)
-        arrays[name] = x.at[blocks, :, :u].set(given, mode="drop")
+    arrays = {name: written(x, new[name]) for name, x in store._blocks().items()}
     fields = {"lengths": lengths, "starts": starts, "overflowed": taken.overflowed | ~fits}
     if is_ring:  # of a ring that was shortened, the tokens taken back are counted as written
         fields["written"] = jnp.maximum(lengths, jnp.where(first > 0, first + u, 0))

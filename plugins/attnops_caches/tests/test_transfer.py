@@ -308,6 +308,7 @@ def test_rows_move_by_transfer_servers() -> None:
     check_same(put(target, jnp.array([1]), pulled), 1, source, 2)
 
 
+@slow
 def test_what_does_not_fit_is_refused() -> None:
     source = create("dense", codec=Quantized("int8"))
     taken = jax.eval_shape(lambda: source.take([0, 1]))

@@ -159,7 +159,7 @@ def products_of_decays(sums, b: tl.constexpr, c: tl.constexpr, options: tl.const
 
 @triton.jit
 def inverse_row(strict, above, b: tl.constexpr, options: tl.constexpr):
-    """The blocks of row b of (I + A)⁻¹. ``strict`` has the blocks of row b of A, ``above`` the rows of the inverse above."""
+    """The blocks of row b of (I + A)⁻¹; ``strict`` has row b of A, ``above`` the rows of the inverse above."""
     own = substituted(strict[b])
     found = ()
     for c in tl.static_range(b):

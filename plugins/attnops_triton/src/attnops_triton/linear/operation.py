@@ -21,8 +21,8 @@ class TritonLinearAttention(LinearAttention):
     """Linear attention in Triton: one kernel for what chunks compute without a state, and one over their states.
 
     Serves NVIDIA and AMD GPUs; on other platforms, and for requests that it refuses, the native forward runs.
-    ``metadata.interpret`` runs the kernels in Triton's interpreter on the host. Derivatives of all orders are those of
-    the native forward.
+    ``metadata.interpret`` runs the kernels in Triton's interpreter on the host. Derivatives of all orders are
+    native.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {"gpu": Limits(dtypes=frozenset({"float32", "bfloat16"}))}

@@ -166,7 +166,7 @@ def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearT
         states: rows times value heads.
     """
     wide, amd, room = dtype == "float32", is_amd(arch), SHARED_MEMORY[known(arch)]
-    # Keys, queries, scores and inverse of a chunk are in shared memory, and those of the next one, which is loaded.
+    # Shared memory holds keys, queries, scores and inverse of a chunk, and of the next one, which is being loaded.
     small = room < 128 << 10
     C = 64 // (1 + wide) // (1 + (D > 128 and small))
     most = 16 if wide or D > 128 or (amd and small) else 32 if small else 64

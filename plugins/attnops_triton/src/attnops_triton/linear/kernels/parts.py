@@ -25,7 +25,7 @@ class Arrays(NamedTuple):
     # Per chunk: the products of decays from its start up to a token, and after the token up to the chunk's end.
     gates: Any = None  # [B, H, N, 2, C] float32
     inverse: Any = None  # [B, H, N, C, C], that of the delta rule's system, times beta
-    scores: Any = None  # [B, H, N, C, C], products of queries and keys up to the query, times those of decays
+    scores: Any = None  # [B, H, N, C, C], products of queries and keys up to the query, times decays
     out: Any = None  # [B, T, H, Dv]
     state: Any = None  # [B, H, D, Dv] float32
 
@@ -54,7 +54,7 @@ def locate(rest, options: tl.constexpr):
 
 @triton.jit
 def token_of(n, program, start):
-    """The index of a row's token ``start`` among those of all rows, int64."""
+    """The index of a row's token ``start`` among the tokens of all rows, int64."""
     return program.b.to(tl.int64) * n.T + start
 
 

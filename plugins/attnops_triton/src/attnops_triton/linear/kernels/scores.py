@@ -77,7 +77,7 @@ def attnops_linear_scores(x, n, options: tl.constexpr):
 def products_row(
     pointer, x, n, program, chunk, real, sums, b: tl.constexpr, options: tl.constexpr
 ):  # fmt: skip
-    """The products of the b-th block's queries or keys with the keys up to each, times those of decays, by block."""
+    """The products of block b's queries or keys with the keys of each block up to it, times decays."""
     found = ()
     for _ in tl.static_range(b + 1):
         found = found + (tl.full([_BLOCK, _BLOCK], 0.0, tl.float32),)
@@ -159,7 +159,7 @@ def products_of_decays(sums, b: tl.constexpr, c: tl.constexpr, options: tl.const
 
 @triton.jit
 def inverse_row(strict, above, b: tl.constexpr, options: tl.constexpr):
-    """The blocks of row b of (I + A)⁻¹, of those of A, strictly lower triangular, and the inverse's rows above."""
+    """The blocks of row b of (I + A)⁻¹; ``strict`` has row b of A, ``above`` the rows of the inverse above."""
     own = substituted(strict[b])
     found = ()
     for c in tl.static_range(b):

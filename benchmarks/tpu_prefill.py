@@ -8,7 +8,7 @@
 Bundles are counted as in `tpu_decode.py`: "bundles" is the loop over unmasked tiles of keys, with the issue of
 transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of ``--length`` tokens,
 with its masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read; "of
-peak" the products of visible scores as a share of the published peak; "code" the bundles of the whole kernel, each once.
+peak" the products of visible scores as a share of the published peak; "code" the bundles of all code.
 
 A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
 as many tokens, or of its own, new tokens included. Its kernels are added up item by item. "with memory" simulates the

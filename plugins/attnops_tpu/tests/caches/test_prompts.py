@@ -31,7 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.tier(every=4)
+@pytest.mark.tier(quick=["packed rows"])
 def test_chunks_have_each_new_token_once(name: str, cache_plan: Callable[..., CachePlan]) -> None:
     fields, given_first, given_size, given_starts = CASES[name]
     first, size = (np.array(x, np.int32) for x in (given_first, given_size))

@@ -8,16 +8,18 @@
 Bundles are counted as in `tpu_decode.py`: "bundles" is the loop over unmasked tiles of keys, with the issue of
 transfers, for 512 × 512 scores of a query head; "whole" is all of a row's prompt at the end of ``--length`` tokens,
 with its masked tiles and what is around the loop, for 512 × 512 visible scores; "reads" how often keys are read; "of
-peak" the products of visible scores as a share of the published peak.
+peak" the products of visible scores as a share of the published peak; "code" the bundles of all code.
 
 A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
 as many tokens, or of its own, new tokens included. Its kernels are added up item by item. "with memory" simulates the
 transfers of keys and values: they follow one another, that of a tile starts when the tile that is ``buffers - 1``
 before it is computed, and a tile is computed when it has arrived; what is not simulated is the latency of memory.
 Peers decode and prefill in two kernels: the first needs the cycles of its keys and values, since all peers' R in
-`tpu_decode.py` is below 1, and that of `tpu_prefill_peers` the larger of its bundles and of such cycles. "outside" are
-the cycles of what the program moves outside of the kernels, such as gathered queries, without the writes of a prompt's
-tokens. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
+`tpu_decode.py` is below 1, and that of `tpu_prefill_peers` the larger of its bundles and of such cycles. The writes of
+the prompt's new tokens are in both: of attnops-tpu, whose first step makes them, "writes" is the larger of the bundles
+of their chunks and of the cycles of each token read and written once, and is added; of peers, which write while they
+compute, such cycles are added to those of keys. "outside" are the cycles of what the program moves outside of the
+kernels, such as gathered queries. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
@@ -125,18 +127,21 @@ def child(batch: Batch, generation: str) -> None:
     from attnops_caches import Cache, PagedCache, Quantized, Rows
     from attnops_tpu.caches import attention
     from attnops_tpu.caches.mixed import MixedPlan
+    from attnops_tpu.caches.prompts import sizes
     from attnops_tpu.collectives import KERNEL as CALL
     from attnops_tpu.collectives import scheduled
     from attnops_tpu.generations import target
     from attnops_tpu.memory import outside_bytes
 
     plans: list[dict[str, float]] = []
+    chunks: list[int] = []
 
     def told(run: Any) -> Any:
         def call(plan: Any, *given: Any) -> Any:
             for x in plan if isinstance(plan, MixedPlan) else (plan,):
                 plans.append({"bq": x.bq, "bk": x.bk, "chunk": x.masked_chunk, "buffers": x.buffers,
                               "pieces": x.units / x.piece})  # fmt: skip
+            chunks.append(sizes(x, given[0].sources).chunk)
             return run(plan, *given)
 
         return call
@@ -159,10 +164,6 @@ def child(batch: Batch, generation: str) -> None:
         output, cache = operation.step(query, key, key, cache, mask=Causal(), rows=given)
         return output.attention_outputs, cache
 
-    def attend(query: jax.Array, key: jax.Array, cache: Cache, starts: jax.Array) -> jax.Array:
-        rows_of = {"rows": Rows(starts, jnp.arange(rows))} if batch.decoding else {}
-        return operation(query, cache, mask=Causal(), **rows_of).attention_outputs
-
     place = jax.sharding.SingleDeviceSharding(devices(generation)[0])
     shapes = (
         ((1, N, HEADS, HEAD_DIM), jnp.bfloat16),
@@ -172,30 +173,33 @@ def child(batch: Batch, generation: str) -> None:
     query, key, starts = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (query, key, cache, starts))
     with target(generation):
-        of_attend = jax.jit(attend).trace(*placed).lower(lowering_platforms=("tpu",))
-        plans.clear()
         lowered = jax.jit(call, donate_argnums=2).trace(*placed).lower(lowering_platforms=("tpu",))
     compiled, program = scheduled(lowered, generation)
-    # A loop that writes a cache where it is counts as if it moved all of it.
-    outside = outside_bytes(scheduled(of_attend, generation)[1]) if batch.decoding else 0
     names = re.findall(rf"%({KERNEL}[\w.\-]*) = [^\n]*" + re.escape(CALL), program)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
-    print(json.dumps({"names": names, "plans": plans, "outside": outside, "temporaries": temporaries}))
+    outside = outside_bytes(program)
+    print(json.dumps({"names": names, "plans": plans, "chunk": chunks[0], "outside": outside,
+                      "temporaries": temporaries}))  # fmt: skip
 
 
 def measured(batch: Batch, generation: str) -> tuple[list[list[Parts]], dict[str, Any]]:
-    """The items of each kernel of a call, the small ones first, and what `child` prints."""
+    """The items of each kernel of a call, the small ones first, and what `child` prints, with the bundles of a chunk
+    of new tokens.
+    """
     command = [str(Path(__file__).resolve()), "child", json.dumps(batch), generation]
     told: dict[str, Any] = run(command) if batch.decoding else {"names": [f"{KERNEL}.1"]}
     result = []
     for number, name in enumerate(told["names"]):
         schedule, printed = measure(command, KERNEL, name)
-        told = json.loads(printed.strip().splitlines()[-1])
+        told |= json.loads(printed.strip().splitlines()[-1])
         together = len(told["plans"]) > len(told["names"])
         plans, bodies = told["plans"], kinds(schedule)
         if not together:
             plans, bodies = [plans[number]], [schedule]
+        code, told["a chunk"] = writer(schedule, bodies) if together else (0, 0)
+        told["code"] = max(told.get("code", 0), schedule.bundles)
         step = sum(map(bool, schedule.depths)) if together else 0
+        step -= code
         step -= sum(max(x.stop - x.start for x in body.spans if x.depth == 1) for body in bodies) if together else 0
         result.append([
             Parts(plan["bq"], plan["bk"], plan["chunk"], plan["buffers"], plain, masked, around + step)
@@ -216,9 +220,17 @@ def kinds(schedule: Schedule) -> list[Schedule]:
     ]
 
 
+def writer(schedule: Schedule, bodies: list[Schedule]) -> tuple[int, int]:
+    """The bundles of the code that writes new tokens, which is before those of items, and of a chunk, of all heads."""
+    begin = min(span.start for body in bodies for span in body.spans)
+    code = max((x for x in schedule.spans if x.depth == 1 and x.stop <= begin), key=lambda x: x.stop - x.start)
+    depths = schedule.depths[code.start : code.stop]
+    return code.stop - code.start, depths.count(2) + KV_HEADS * depths.count(3)
+
+
 def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool) -> Iterator[dict[str, Any]]:
     """Lines of the table of prompts."""
-    (((parts,),), _) = measured(batch, generation)
+    (((parts,),), told) = measured(batch, generation)
     n = batch.queries
     for length in (x for x in lengths if x >= n):
         tile = Tile(parts.bq, parts.bk, parts.chunk)
@@ -233,7 +245,7 @@ def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool)
                 "tile": f"{x.tile.bq} × {x.tile.bk}", "bundles": x.steady, "whole": x.bundles * 512**2 / visible,
                 "of peak": 4 * HEAD_DIM * visible / x.bundles / PEAK[generation], "reads": x.reads / length,
                 "ours": kernels["attnops-tpu"].bundles / x.bundles,
-            }  # fmt: skip
+            } | ({"code": told["code"]} if name == "attnops-tpu" else {})  # fmt: skip
 
 
 def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str, Any]]:
@@ -248,13 +260,17 @@ def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str,
     bundles, keys = (sum(tile[i] for each in tiles for tile in each) for i in range(2))
     of_decoding = batch.decoding * LENGTH * a_key
     total = sum(cycles(each, kernel[0].buffers, a_key) for each, kernel in zip(tiles, kernels, strict=True))
+    moved = 2 * batch.queries * a_key
+    writes = max(moved, -(-batch.queries // told["chunk"]) * told["a chunk"])
+    total += writes
     lines: list[dict[str, Any]] = [{
         "kernel": "attnops-tpu", "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in (small, large)),
-        "bundles": bundles / 1e3, "memory": keys * a_key / 1e3, "with memory": total / 1e3,
-        "outside": told["outside"] / BYTES[generation] / 1e3, "temporaries MB": told["temporaries"] / 1e6, "ours": 1.0,
+        "code": told["code"], "bundles": bundles / 1e3, "memory": keys * a_key / 1e3, "writes": writes / 1e3,
+        "with memory": total / 1e3, "outside": told["outside"] / BYTES[generation] / 1e3,
+        "temporaries MB": told["temporaries"] / 1e6, "ours": 1.0,
     }]  # fmt: skip
     for name, x in prompts(generation, batch.queries, length).items() if with_peers else ():
-        memory = x.reads * a_key
+        memory = x.reads * a_key + moved
         with_memory = of_decoding + max(x.bundles, memory)
         lines.append({
             "kernel": name, "tiles": f"{x.tile.bq} × {x.tile.bk}", "memory": (of_decoding + memory) / 1e3,

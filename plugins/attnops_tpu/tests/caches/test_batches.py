@@ -12,6 +12,7 @@ from attnops_tpu.caches import batches
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.operands import CacheArrays, KernelInputs, KernelResults
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.prompts import Prompts
 from attnops_tpu.caches.schedule import ItemSchedule
 
 
@@ -33,7 +34,8 @@ def inputs_of(plan: CachePlan, first: int, B: int, writes: bool) -> KernelInputs
         values=CacheArrays((numbered(first, B), by_item), (by_item,), numbered(first, B, 3)),
         schedule=ItemSchedule(by_item, by_item + 1, by_item, by_item, following_of(plan, B), one, one),
         new=Written(numbered(first, B), numbered(first, B), numbered(first, B, 2).reshape(-1),
-                    (by_item if plan.nq == 1 else numbered(first, B),)) if writes else None,
+                    (by_item,)) if writes else None,
+        prompts=None,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def test_each_call_is_given_its_rows(
     fields: dict[str, Any], writes: bool, cache_plan: Callable[..., CachePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = cache_plan(B=6, **fields)
-    monkeypatch.setattr(batches, "rows_a_call", lambda nq, words: 4 if words == (4 if writes else 0) else 0)
+    monkeypatch.setattr(batches, "rows_a_call", lambda nq, words, shared: 4 if words == (4 if writes else 0) else 0)
     monkeypatch.setattr(batches, "following", lambda plan, has_keys: has_keys.all() and following_of(plan, plan.B))
     given: list[tuple[CachePlan, KernelInputs]] = []
 
@@ -60,7 +62,11 @@ def test_each_call_is_given_its_rows(
         written = tuple(x + 1 for x in inputs.sources) if writes else ()
         return KernelResults(inputs.query * 10, inputs.query * 100, written)
 
-    results = batches.run_in_batches(run, plan, inputs_of(plan, 0, 6, writes))
+    of_prompts: Any = Prompts(*[np.zeros(0)] * 8)
+    inputs = inputs_of(plan, 0, 6, writes)._replace(prompts=of_prompts)
+    results = batches.run_in_batches(run, plan, inputs)
+    assert [inputs.prompts for _, inputs in given] == [of_prompts, None], "the first call writes prompts"
+    given = [(plan, inputs._replace(prompts=None)) for plan, inputs in given]
     assert [of_rows.B for of_rows, _ in given] == [4, 2]
     first = 0
     for call, (of_rows, inputs) in enumerate(given):

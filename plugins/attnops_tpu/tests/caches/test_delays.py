@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from attnops_testing.caches import check_cache
 from attnops_testing.runner import Status, Subject
 from attnops_tpu.caches import transposed
 from attnops_tpu.caches.transfers import Stream
+from attnops_tpu.caches.write_prompts import PromptWriter
 from attnops_tpu.generations import target
 
 SUBJECT = Subject(operation="attnops-tpu:flash", platform="tpu", interpret=True)
@@ -47,8 +48,32 @@ def test_values_do_not_depend_on_when_transfers_take_place(features: tuple[str, 
     assert outcome.status is Status.RIGHT, outcome.detail
 
 
-def test_a_transfer_to_a_buffer_in_use_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stream, "_after", lambda self, buffer: buffer)  # all tiles have the same buffer
+class Unwaited(NamedTuple):
+    """A transfer that may take place after the wait for it."""
+
+    copy: Any
+
+    def start(self) -> None:
+        self.copy.start()
+
+    def wait(self) -> None:
+        pass
+
+
+def unwaited(self: PromptWriter, i: Any, writes: Any = PromptWriter._writes) -> list[Unwaited]:
+    return [Unwaited(copy) for copy in writes(self, i)]
+
+
+@pytest.mark.parametrize(("of", "name", "mistake", "features"), [
+    # All tiles have the same buffer; all chunks of prompts do; and keys are read before prompts are written.
+    (Stream, "_after", lambda self, buffer: buffer, ("paged", "GQA")),
+    (PromptWriter, "_at", lambda self, i: i * 0, ("paged", "packed rows", "19 queries", "op.step")),
+    (PromptWriter, "_writes", unwaited, ("paged", "packed rows", "19 queries", "op.step")),
+], ids=["tiles", "chunks", "keys before prompts"])  # fmt: skip
+def test_a_transfer_at_the_wrong_time_is_caught(
+    of: type, name: str, mistake: Any, features: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of, name, mistake)
     with target("v6e"):
-        outcome = check_cache(SUBJECT, ("paged", "GQA"))
-    assert outcome.status is Status.WRONG, outcome.detail
+        outcome = check_cache(SUBJECT, features)
+    assert outcome.status is not Status.RIGHT, outcome.detail

@@ -52,7 +52,7 @@ def test_one_core_computes_both_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attention, "run_mixed", lambda *given: (calls.append(1), run(*given))[1])
     results = []
     for name, most in ("v4", 99), ("v6e", 99), ("v6e", 8):
-        monkeypatch.setattr(mixed, "rows_a_call", lambda nq, words, most=most: most)
+        monkeypatch.setattr(mixed, "rows_a_call", lambda nq, words, shared, most=most: most)
         with target(name), detect_races():
             result = operation.step(query, query[..., :2, :], query[..., :2, :], cache, mask=Causal(), rows=rows)
         results.append((len(calls), jax.tree.map(np.asarray, result)))

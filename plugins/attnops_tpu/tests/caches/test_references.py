@@ -15,6 +15,7 @@ from attnops.masks import KeyPadding
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.operands import CacheArrays, KernelInputs, rows_by_key
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.prompts import Prompts
 from attnops_tpu.caches.references import memory, references
 from attnops_tpu.caches.schedule import ItemSchedule
 from attnops_tpu.references import ANY, Input, Output, Prefetched, needed
@@ -28,10 +29,12 @@ def i32(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def inputs_of(plan: CachePlan, writes: bool = False, by_row: int = 0, scales: int = 0) -> KernelInputs:
+def inputs_of(
+    plan: CachePlan, writes: bool = False, by_row: int = 0, scales: int = 0, prompts: bool = False
+) -> KernelInputs:
     tokens = f32(9, plan.K, plan.unit, plan.width)
     scale = f32(9, plan.K, plan.unit)
-    rows, new_rows = rows_by_key(plan), plan.items if plan.nq == 1 else plan.B
+    rows = rows_by_key(plan)
     return KernelInputs(
         query=f32(plan.items, plan.K, plan.R, plan.key_lanes),
         sources=(tokens,) * plan.token_arrays + (scale,) * (plan.sources - plan.token_arrays),
@@ -42,8 +45,9 @@ def inputs_of(plan: CachePlan, writes: bool = False, by_row: int = 0, scales: in
             i32(1, plan.nk, rows, plan.bk) if rows else None, (f32(plan.K),) * scales,
         ),
         schedule=ItemSchedule(*[i32(plan.items)] * len(ItemSchedule._fields)),
-        new=Written(i32(plan.B), i32(plan.B), i32(plan.B), (i32(new_rows, plan.K, 8, 8),) * plan.sources)
+        new=Written(i32(plan.B), i32(plan.B), i32(plan.B), (i32(plan.items, plan.K, 8, 8),) * plan.sources)
         if writes else None,
+        prompts=Prompts(i32(1), *[i32(5)] * 6, (f32(1, plan.K, 24, plan.width),) * plan.sources) if prompts else None,
     )  # fmt: skip
 
 
@@ -56,7 +60,7 @@ def indices(x: Input | Output, plan: CachePlan) -> list[tuple[int, ...]]:
         ]
 
 
-OPTIONAL = {"by_row", "new", "lse", "scores", "by_key", "by_key_buffer", "written", "scales"}
+OPTIONAL = {"by_row", "new", "prompts", "lse", "scores", "by_key", "by_key_buffer", "written", "scales"}
 MASK = KeyPadding(np.arange(64)[None] < 9).bind(3, 4, 1, 64)
 PADDING = describe((1, 64), MASK, None, None, 0.0, False, by_row=True)
 
@@ -65,6 +69,7 @@ PADDING = describe((1, 64), MASK, None, None, 0.0, False, by_row=True)
     ({}, {}, OPTIONAL),
     ({"is_paged": False}, {}, {*OPTIONAL, "table", "words", "missing"}),
     ({}, {"writes": True}, OPTIONAL - {"new", "written"}),
+    ({}, {"prompts": True}, OPTIONAL - {"prompts"}),
     ({"wants_lse": True}, {"by_row": 2, "scales": 2}, OPTIONAL - {"lse", "by_row", "scales"}),
     ({"scoring": PADDING}, {}, OPTIONAL - {"by_key", "by_key_buffer"}),
 ])  # fmt: skip
@@ -83,9 +88,8 @@ def test_steps_have_the_blocks_of_their_items(cache_plan: Callable[..., CachePla
         assert x.spec.block_shape[:3] == (1, plan.K, plan.R)
         assert indices(x, plan) == [(item, 0, 0, 0) for item in range(plan.items)]
     assert indices(refs.by_row[0], plan) == [(item, 0, 0) for item in range(plan.items)]
-    # The new tokens of a row are given to all of its tiles of queries.
     assert refs.new is not None
-    assert indices(refs.new.tokens[0], plan) == [(item // 3, 0, 0, 0) for item in range(plan.items)]
+    assert indices(refs.new.tokens[0], plan) == [(item, 0, 0, 0) for item in range(plan.items)]
 
 
 def test_of_transposed_scores_the_state_is_transposed(cache_plan: Callable[..., CachePlan]) -> None:
@@ -98,12 +102,12 @@ def test_of_transposed_scores_the_state_is_transposed(cache_plan: Callable[..., 
     assert {x.shape for x in refs.scores} == {(plan.chunk + 8, 256)}
 
 
-@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("writes", ["", "writes", "prompts"])
 def test_sources_stay_in_main_memory_and_are_written_in_place(
-    writes: bool, cache_plan: Callable[..., CachePlan]
+    writes: str, cache_plan: Callable[..., CachePlan]
 ) -> None:
     plan = cache_plan(scales="token_head")
-    inputs = inputs_of(plan, writes)
+    inputs = inputs_of(plan, **({writes: True} if writes else {}))
     refs = references(plan, inputs)
     assert all(x.spec is ANY for x in (*refs.sources, refs.table, refs.words))
     assert all(isinstance(x, Output if writes else Input) for x in refs.sources)

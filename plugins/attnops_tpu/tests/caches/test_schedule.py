@@ -22,7 +22,7 @@ def by_loop(plan: CachePlan, seen: np.ndarray, new: Written | None) -> dict[str,
         exists = row < plan.B
         scores = seen[row, tile * plan.bq : (tile + 1) * plan.bq] if exists else np.zeros((1, plan.S), bool)
         units = [scores[:, u * plan.unit : (u + 1) * plan.unit].any() for u in range(plan.nk * plan.units)]
-        if exists and new is not None and tile == plan.nq - 1:
+        if exists and new is not None:
             for slot in range(new.first[row], new.stop[row]):
                 units[slot % plan.S // plan.unit] = True
         read = [u for u, is_read in enumerate(units) if is_read] or [0]
@@ -49,7 +49,7 @@ def a_mask(B: int, T: int, S: int) -> np.ndarray:
 
 @pytest.mark.parametrize("fields", [
     {}, {"T": 5, "bq": 2}, {"cores": 2}, {"T": 5, "bq": 2, "cores": 2}, {"S": 60},
-    {"is_ring": True, "is_paged": False, "T": 3, "bq": 2},
+    {"is_ring": True, "is_paged": False, "T": 3, "bq": 3},
 ], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("writes", [False, True])
 def test_items_read_from_the_first_to_the_last_unit_that_is_seen_or_written(
@@ -59,7 +59,7 @@ def test_items_read_from_the_first_to_the_last_unit_that_is_seen_or_written(
     seen = a_mask(plan.B, plan.T, plan.S)
     first = np.array([3, 40, plan.S - 2, 7, 0], np.int32)
     size = np.array([1, plan.T, plan.T if plan.is_ring else 2, 0, plan.T], np.int32)
-    new = Written(first, first + size, np.zeros(5, np.int32), ()) if writes else None
+    new = Written(first, first + size, np.zeros(5, np.int32), ()) if writes and plan.nq == 1 else None
     mask = Dense(seen[:, None]).bind(plan.B, plan.H, plan.T, plan.S)
     result = jax.jit(lambda: schedule(plan, mask, None, new))()
     wanted = by_loop(plan, seen, new)
@@ -96,12 +96,14 @@ def test_the_bits_of_a_tiles_pages_are_in_words_of_its_own(
         assert result == exists[row, number * plan.units + index]
 
 
-@pytest.mark.parametrize(("nq", "words"), [(1, 0), (1, 5), (40, 0), (1 << 14, 0), ((1 << 14) + 1, 0)])
-def test_the_schedules_of_a_calls_rows_fit_scalar_memory(nq: int, words: int) -> None:
+@pytest.mark.parametrize(
+    ("nq", "words", "shared"), [(1, 0, 0), (1, 5, 0), (40, 0, 60_000), (1 << 14, 0, 0), ((1 << 14) + 1, 0, 0)]
+)
+def test_the_schedules_of_a_calls_rows_fit_scalar_memory(nq: int, words: int, shared: int) -> None:
     def fits(rows: int) -> bool:
-        in_memory = rows * (4 * len(ItemSchedule._fields) * nq + 64 + 4 * words)
+        in_memory = rows * (4 * len(ItemSchedule._fields) * nq + 64 + 4 * words) + 4 * shared
         return in_memory <= 960 * 1024 and rows * nq <= 1 << 14
 
-    most = rows_a_call(nq, words)
+    most = rows_a_call(nq, words, shared)
     assert most == 0 or fits(most)
     assert not fits(most + 1)

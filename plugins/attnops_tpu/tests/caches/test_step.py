@@ -163,7 +163,7 @@ def test_packed_rows_of_one_tile_are_written_by_the_kernel(
 
     monkeypatch.setattr(packed, "written_before", written_before)
     # One tile a call of the kernel, the schedule of which scalar memory would hold.
-    monkeypatch.setattr(batches, "rows_a_call", lambda nq, words: 1 if make is dense else 99)
+    monkeypatch.setattr(batches, "rows_a_call", lambda nq, words, shared: 1 if make is dense else 99)
     with detect_races():
         rows = Rows(jnp.asarray(starts), jnp.asarray(slots))
         check(make(), starts[-1] + 2, Causal(), lengths, rows=rows, block_q=8)

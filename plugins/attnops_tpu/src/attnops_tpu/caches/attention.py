@@ -23,6 +23,7 @@ from attnops_tpu.caches.new_tokens import written
 from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, in_main_memory, outputs, queries
 from attnops_tpu.caches.packed import Unpacked, has_packed, new_of_tiles, packed, unpacked
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.prompts import prompts
 from attnops_tpu.caches.references import memory, references
 from attnops_tpu.caches.schedule import schedule, words_of_pages
 from attnops_tpu.caches.tile_sizes import LANES, Heads, choose, unit_of
@@ -46,17 +47,18 @@ def cached_attention(
         new: tokens to write, see `attnops_caches.Cache.pending`; None for none.
     """
     if not has_packed(call.mask):
-        plan, inputs = _inputs(call, cache, wants_lse, new, None)
+        plan, inputs = _inputs(call, cache, wants_lse, new)
         results = run_in_batches(_run, plan, inputs)
         return *_outputs(plan, results, None), _written(cache, results)
-    batches = unpacked(call, cache)
+    batches, of_prompts = unpacked(call, cache), None
     if new is not None:
-        cache, new = new_of_tiles(batches[0], cache, new)
-    if len(batches) > 1 and (together := _mixed(batches, cache, wants_lse, new)) is not None:
+        cache, new, of_prompts = new_of_tiles(batches[0], cache, new)
+    if len(batches) > 1 and (together := _mixed(batches, cache, wants_lse, new, of_prompts)) is not None:
         return together
     given: list[_Output] = []
     for batch in batches:
-        plan, inputs = _inputs(batch.call, cache, wants_lse, None if given else new, batch)
+        # The first kernel writes all new tokens.
+        plan, inputs = _inputs(batch.call, cache, wants_lse, *((None, None) if given else (new, of_prompts)), batch)
         results = run_in_batches(_run, plan, inputs)
         cache = _written(cache, results)
         given.append(_outputs(plan, results, batch))
@@ -64,13 +66,13 @@ def cached_attention(
 
 
 def _mixed(
-    batches: list[Unpacked], cache: CacheType, wants_lse: bool, new: NewTokens | None
+    batches: list[Unpacked], cache: CacheType, wants_lse: bool, new: NewTokens | None, of_prompts: NewTokens | None
 ) -> tuple[jax.Array, jax.Array | None, CacheType] | None:
     """`cached_attention` of small and large tiles by one kernel; None if it can't compute both."""
     tile = min(make_plan(x.call, cache, wants_lse, True).bk for x in batches)
     calls = [x.call.replace(metadata=x.call.metadata.replace(block_k=tile)) for x in batches]
-    of_small = _inputs(calls[0], cache, wants_lse, new, batches[0])
-    of_large = _inputs(calls[1], cache, wants_lse, None, batches[1])
+    of_small = _inputs(calls[0], cache, wants_lse, new, of_prompts, batches[0])
+    of_large = _inputs(calls[1], cache, wants_lse, None, None, batches[1])
     plan = mixed_plan(of_small, of_large)
     if plan is None:
         return None
@@ -80,9 +82,14 @@ def _mixed(
 
 
 def _inputs(
-    call: FlashCall, cache: StoredCache, wants_lse: bool, new: NewTokens | None, of_tiles: Unpacked | None
-) -> tuple[CachePlan, KernelInputs]:
-    """The plan and the arrays of a kernel; ``of_tiles``: the packed rows whose call it is, if any."""
+    call: FlashCall, cache: StoredCache, wants_lse: bool, new: NewTokens | None,
+    of_prompts: NewTokens | None = None, of_tiles: Unpacked | None = None,
+) -> tuple[CachePlan, KernelInputs]:  # fmt: skip
+    """The plan and the arrays of a kernel.
+
+    ``of_prompts``: new tokens of rows with several tiles of queries, if ``new`` lacks them; ``of_tiles``: the packed
+    rows whose call it is, if any.
+    """
     mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     of_keys = None if of_tiles is None else of_tiles.of_keys
@@ -94,6 +101,8 @@ def _inputs(
     if plan.scales == "head":
         scales = store.key_scale, store.value_scale
         values = values._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
+    if of_tiles is None and plan.nq > 1:
+        new, of_prompts = None, new
     new_tokens = None if new is None else written(plan, new, store.base, blocks)
     inputs = KernelInputs(
         query=queries(plan, call.query),
@@ -103,6 +112,7 @@ def _inputs(
         values=values,
         schedule=schedule(plan, items_mask, slots, new_tokens, None if of_tiles is None else of_tiles.row),
         new=new_tokens,
+        prompts=None if of_prompts is None else prompts(plan, of_prompts, store.base, blocks),
     )
     return plan, inputs
 

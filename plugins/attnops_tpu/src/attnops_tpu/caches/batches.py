@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.operands import CacheArrays, KernelInputs, KernelResults
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.prompts import words_of
 from attnops_tpu.caches.schedule import ItemSchedule, following, rows_a_call
 
 _BY_ITEM: Final = "first", "stop", "first_full", "stop_full"
@@ -24,7 +25,8 @@ def run_in_batches(
     """``run(plan, inputs)`` for all rows, in several calls if needed, each given what those before have written."""
     new = inputs.new
     # A row that writes also has its first and last slot, and its blocks.
-    most = rows_a_call(plan.nq, 0 if new is None else 2 + new.blocks.shape[0] // plan.B)
+    words = 0 if new is None else 2 + new.blocks.shape[0] // plan.B
+    most = rows_a_call(plan.nq, words, words_of(inputs.prompts))
     if most >= plan.B:
         return run(plan, inputs)
     together = plan.cores // math.gcd(plan.cores, plan.nq)  # rows after which the order of cores repeats
@@ -33,8 +35,8 @@ def run_in_batches(
     for first in range(0, plan.B, size):
         of_rows = dataclasses.replace(plan, B=min(size, plan.B - first))
         results = run(of_rows, _Batch(plan, of_rows, first).inputs(inputs))
-        if new is not None:
-            inputs = inputs._replace(sources=results.sources)
+        # The first call has written all prompts.
+        inputs = inputs._replace(sources=results.sources or inputs.sources, prompts=None)
         by_batch.append(results)
     out = jnp.concatenate([results.out for results in by_batch])
     lse = [results.lse for results in by_batch if results.lse is not None]
@@ -91,5 +93,5 @@ class _Batch:
         return some._replace(following=after, missing=missing, row=row)
 
     def written(self, new: Written) -> Written:
-        tokens = tuple(map(self.items if self.plan.nq == 1 else self.rows, new.tokens))
+        tokens = tuple(map(self.items, new.tokens))
         return Written(self.rows(new.first), self.rows(new.stop), self.pieces(new.blocks), tokens)

@@ -19,8 +19,10 @@ from attnops.kernels import equally_varying, one_by_one
 from attnops_tpu.caches.item import run_item
 from attnops_tpu.caches.operands import KernelInputs, KernelResults, in_main_memory
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.prompts import words_of
 from attnops_tpu.caches.references import CacheRefs, memory, references
 from attnops_tpu.caches.schedule import ItemSchedule, following, rows_a_call
+from attnops_tpu.caches.write_prompts import write_prompts
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
 from attnops_tpu.references import Prefetched, call_kernel
 
@@ -73,8 +75,9 @@ def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, Ke
     (plan, inputs), other = small, large[0]
     new = inputs.new
     words = 3 + len(large[1].values.scalars) + (0 if new is None else 2 + new.blocks.shape[0] // plan.B)
+    shared = words_of(inputs.prompts)
     # Interpreted, tiles of keys of the same given size may be rounded differently.
-    if plan.cores > 1 or plan.bk != other.bk or rows_a_call(1, words) < plan.B + other.B:
+    if plan.cores > 1 or plan.bk != other.bk or rows_a_call(1, words, shared) < plan.B + other.B:
         return None
     tile = sum(plan.K * plan.bk * math.prod(x.shape[3:]) * x.dtype.itemsize for x in inputs.sources)
     buffers = max(min(plan.vmem // _SHARE // tile, _BUFFERS), plan.buffers)
@@ -147,7 +150,9 @@ def _references(
 
 def _run_item(plan: MixedPlan, refs: MixedRefs) -> None:
     """A grid step."""
+    write_prompts(plan.small, refs.small)
     is_large = refs.is_large[pl.program_id(1)] != 0
-    large = refs.small._replace(new=None, **refs.large._asdict())
-    pl.when(~is_large)(lambda: run_item(plan.small, refs.small))
+    small = refs.small._replace(prompts=None)
+    large = small._replace(new=None, **refs.large._asdict())
+    pl.when(~is_large)(lambda: run_item(plan.small, small))
     pl.when(is_large)(lambda: run_item(plan.large, large))

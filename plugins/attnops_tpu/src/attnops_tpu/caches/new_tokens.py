@@ -29,8 +29,8 @@ class Written(NamedTuple):
     stop: Any
     blocks: Any  # the blocks with new tokens of each row, int32 [B · blocks per row]
     # bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 slots each: whole groups, or, for one
-    # token per row, one word that repeats it. Scales float32 [rows, K, n], whole groups. With one tile of queries per
-    # row, there are as many rows as items.
+    # token per row, one word that repeats it. Scales float32 [rows, K, n], whole groups. There are as many rows
+    # as items.
     tokens: tuple[Any, ...]
 
 
@@ -66,8 +66,7 @@ def written(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapp
         token = jnp.arange(groups_of(plan.T, group) * group, dtype=jnp.int32) - (new.first % group)[:, None]
         token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
         words = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
-        wanting = plan.items - plan.B if plan.nq == 1 else 0
-        tokens.append(jnp.pad(words, ((0, wanting), *[(0, 0)] * (words.ndim - 1))))
+        tokens.append(jnp.pad(words, ((0, plan.items - plan.B), *[(0, 0)] * (words.ndim - 1))))
     return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(tokens))
 
 

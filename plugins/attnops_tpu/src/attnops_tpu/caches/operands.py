@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.prompts import Prompts
 from attnops_tpu.caches.schedule import ItemSchedule
 from attnops_tpu.caches.tile_sizes import LANES
 
@@ -51,7 +52,8 @@ class KernelInputs(NamedTuple):
     block: jax.Array  # the first block of the cache, int32 [1]
     values: CacheArrays  # values of masks and biases
     schedule: ItemSchedule  # what each item reads
-    new: Written | None  # new tokens; None for a call that writes none
+    new: Written | None  # new tokens of rows with one tile of queries; None for a call that writes none
+    prompts: Prompts | None  # those of other rows
 
 
 class KernelResults(NamedTuple):

@@ -95,25 +95,29 @@ def written_before(cache: CacheType, new: NewTokens, rows: jax.Array) -> CacheTy
     return cache.with_tokens(new.given._replace(size=jnp.where(rows, new.size, 0)))
 
 
-def new_of_tiles(batch: Unpacked, cache: CacheType, new: NewTokens) -> tuple[CacheType, NewTokens]:
-    """The new tokens that the kernel writes, as a batch of small tiles has them, and the cache with the others.
+def new_of_tiles(
+    batch: Unpacked, cache: CacheType, new: NewTokens
+) -> tuple[CacheType, NewTokens, NewTokens | None]:  # fmt: skip
+    """The new tokens that the kernel writes: those that a batch of small tiles has, and all others.
 
-    The kernel writes a row's new tokens only if its queries fit one small tile: of several tiles, each would need the
-    new tokens of the others. All other tokens, such as a prompt's, are written before the kernel, at a small cost
-    beside their scores; so are those of a row with more new tokens than a tile has queries, since left padding has no
-    queries.
+    The first are of rows whose queries fit one small tile, in whose keys they are merged; of several tiles, each would
+    need the new tokens of the others. A row with more new tokens than a tile has queries is among the others too, since
+    left padding has no queries. Two cores don't wait for each other: for them, the cache that is returned has the other
+    tokens, which are None.
     """
     assert new.starts is not None
     bq, N = batch.call.query.shape[1], batch.tile.shape[0]
     tiles = jnp.zeros((cache.batch,), jnp.int32).at[batch.row].add(batch.exists.astype(jnp.int32))
     is_one = (tiles == 1) & (new.size <= bq)
-    cache = written_before(cache, new, ~is_one)
+    others: NewTokens | None = new._replace(size=jnp.where(is_one, 0, new.size))
+    if generation().cores > 1:
+        cache, others = written_before(cache, new, ~is_one), None
     size = jnp.where(batch.exists & is_one[batch.row], new.size[batch.row], 0)
     token = jnp.minimum(new.starts[batch.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
     tokens = {name: x[0][:, token].swapaxes(0, 1) for name, x in new.tokens.items()}
     # The blocks that a tile's tokens may lie in, among those that any row's might.
     most = (bq - 1) // cache.page_size + 1 + (bq > 1) if isinstance(cache, PagedCache) else 1
-    return cache, NewTokens(tokens, new.first[batch.row], size, new.blocks[batch.row, :most])
+    return cache, NewTokens(tokens, new.first[batch.row], size, new.blocks[batch.row, :most]), others
 
 
 def has_packed(mask: Mask | None) -> bool:

@@ -13,6 +13,7 @@ from attnops.kernels import FlashCall
 from attnops_caches import CacheLimits, CacheOptions, CacheReader, NewTokens, StoredCache, cache_of, slots_of_row
 from attnops_tpu.caches.limits import unsupported
 from attnops_tpu.caches.new_tokens import group_of, groups_of
+from attnops_tpu.caches.prompts import MAX_CHUNKS, chunk_of, most_chunks
 from attnops_tpu.caches.tile_sizes import MAX_NEW, Heads, packed_queries_a_tile, queries_a_tile, unit_of
 from attnops_tpu.generations import generation
 
@@ -43,23 +44,29 @@ class TPUCacheReader(CacheReader):
         cache, slots = cache_of(request), slots_of_row(request)
         T, chip, metadata = request.query_length, generation(), operation.metadata
         heads = Heads.of(request.heads, request.kv_heads, request.dtypes[:2], cache.latent, metadata)
-        if cache.is_packed:
-            # The kernel writes the tokens of rows whose queries fit one small tile.
-            T, _ = packed_queries_a_tile(chip, metadata.block_q, T, cache.rows, heads)
+        # The most tokens of a row with one tile of queries, and whether there are others.
         tile, _ = queries_a_tile(chip, metadata.block_q, T, heads)
-        if tile < T and chip.cores > 1:
-            yield Reason("query", T, f"is more than one tile of {tile} queries, which {chip.cores} cores "
-                         f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip
+        if cache.is_packed:
+            tile, _ = packed_queries_a_tile(chip, metadata.block_q, T, cache.rows, heads)
         unit = unit_of(cache.page_size, slots)
         itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
         features = cache.width + (0 if cache.joined or cache.latent else request.value_head_dim)
-        size = T * request.kv_heads * features * itemsize
-        if size > MAX_NEW:
-            yield Reason("query", T, f"new tokens a row are {size} bytes, but at most {MAX_NEW} are "
-                         f"held in vector memory", "give fewer tokens a step")  # fmt: skip
+        size = request.kv_heads * features * itemsize
         group = group_of(cache.scales == "token_head", itemsize, unit, chip.sublanes)
+        if tile < T and chip.cores > 1 and not cache.is_packed:
+            yield Reason("query", T, f"is more than one tile of {tile} queries, which {chip.cores} cores "
+                         f"compute in any order", "give block_q, or fewer tokens a step")  # fmt: skip
+        if tile * size > MAX_NEW:
+            yield Reason("query", T, f"new tokens a tile are {tile * size} bytes, but at most {MAX_NEW} are "
+                         f"held in vector memory", "give fewer tokens a step")  # fmt: skip
+        chunk = chunk_of(unit, group, size)
+        chunks = most_chunks(T, cache.rows if cache.is_packed else request.batch, cache.is_packed, chunk)
+        if tile < T and chunks > MAX_CHUNKS:
+            yield Reason("query", T, f"new tokens may be {chunks} pieces of {chunk} slots, but scalar memory has the "
+                         f"places of {MAX_CHUNKS}", "give fewer tokens a step, or larger pages")  # fmt: skip
+        group = group if tile >= T else chunk
         if cache.storage == "WindowCache" and groups_of(T, group) > slots // group:
-            yield Reason("query", T, f"may begin and end in the same group of {group} slots, of a "
+            yield Reason("query", T, f"may begin and end in the same {group} slots, of a "
                          f"ring of {slots}", "create the cache with more max_append")  # fmt: skip
         packed = 4 // itemsize
         if unit % packed:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,6 +17,7 @@ from attnops.kernels import output_like
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.operands import KernelInputs, rows_by_key
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.prompts import Prompts, sizes
 from attnops_tpu.caches.schedule import ItemSchedule
 from attnops_tpu.caches.stream_state import StreamState
 from attnops_tpu.caches.tile_sizes import LAG, LANES, SUB_ROWS
@@ -34,6 +35,15 @@ class ItemState(NamedTuple):
     l: Any  # [K, R, 128], the sum of the weights, separately for each lane
     acc: Any  # [K, R, value_lanes], the sum of weights times values
     by_row: tuple[Any, ...]  # values by row [K or 1, R, 128] each, in all lanes
+
+
+class PromptBuffers(NamedTuple):
+    """Chunks of `attnops_tpu.caches.prompts` in vector memory, a buffer for each that is being transferred."""
+
+    tokens: tuple[Any, ...]  # [buffers, K, chunk + group, d], new tokens, and then what is written
+    old: tuple[Any, ...]  # [buffers, K, chunk, d], what a chunk's slots hold
+    read: Any  # semaphores [buffers]
+    written: Any  # semaphores [buffers]
 
 
 class MissingRefs(NamedTuple):
@@ -55,6 +65,8 @@ class CacheRefs(NamedTuple):
     by_row: tuple[Any, ...]  # [1, K or 1, R padded to lanes] each, values by row
     # the new tokens, of which first, stop and blocks are in scalar memory; None for a call that writes none.
     new: Written | None
+    # new tokens of rows with several tiles of queries, and their buffers; None for a call that writes none.
+    prompts: tuple[Prompts, PromptBuffers] | None
     table: Any  # [rows · pieces, 1, piece] in main memory, the blocks of pages; None without pages
     words: Any  # [rows · pieces, 1, 128] in main memory, whether pages are in the table; None without pages
     out: Any  # [1, K, R, value_lanes]
@@ -134,14 +146,16 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
         by_row=tuple(map(by_item, values.by_row)),
         new=None if new is None else Written(
             Prefetched(new.first), Prefetched(new.stop), Prefetched(new.blocks),
-            tuple(by_item(x, plan.nq) for x in new.tokens),
+            tuple(map(by_item, new.tokens)),
         ),
+        prompts=None if inputs.prompts is None else (_prompts(inputs.prompts), _prompt_buffers(plan, inputs.sources)),
         table=table,
         words=words,
         out=result((plan.R, plan.value_lanes), plan.out_dtype),
         lse=result(lse, np.dtype(np.float32)) if plan.wants_lse else None,
         sources=tuple(
-            Input(x, ANY) if new is None else Output(output_like(inputs.query, x.shape, x.dtype), ANY, over=x)
+            Input(x, ANY) if new is None and inputs.prompts is None
+            else Output(output_like(inputs.query, x.shape, x.dtype), ANY, over=x)
             for x in inputs.sources
         ),
         by_key=None if values.by_key is None else Input(values.by_key, ANY),
@@ -173,13 +187,27 @@ def memory(plan: CachePlan, refs: PyTree) -> int:
     return min(plan.vmem, math.ceil(1.1 * (needed(refs, plan.sublanes) + scores)) + (4 << 20))
 
 
-def _by_item(plan: CachePlan, x: Any, each: int = 1, places: int | None = None) -> Input:
-    """An array [items, …], or one with a block for every ``each`` items, and the block of a grid step."""
+def _prompts(new: Prompts) -> Prompts:
+    return jax.tree.map(Prefetched, new)._replace(tokens=tuple(Input(x, ANY) for x in new.tokens))
+
+
+def _prompt_buffers(plan: CachePlan, arrays: Sequence[jax.Array]) -> PromptBuffers:
+    chunk, groups, buffers = sizes(plan, arrays)
+
+    def buffer(x: jax.Array, slots: int) -> Any:
+        return pltpu.VMEM((buffers, plan.K, slots, *x.shape[3:]), x.dtype)
+
+    tokens = tuple(buffer(x, chunk + group) for x, group in zip(arrays, groups, strict=True))
+    semaphores = pltpu.SemaphoreType.DMA((buffers,))
+    return PromptBuffers(tokens, tuple(buffer(x, chunk) for x in arrays), semaphores, semaphores)
+
+
+def _by_item(plan: CachePlan, x: Any, places: int | None = None) -> Input:
+    """An array [items, …], and the block of a grid step."""
     rest = x.shape[1:]
 
     def index(core: jax.Array, step: jax.Array, *prefetched: Any) -> tuple[Any, ...]:
-        item = step * plan.cores + core if places is None else prefetched[places][step]
-        return item if each == 1 else lax.div(item, np.int32(each)), *[0] * len(rest)
+        return step * plan.cores + core if places is None else prefetched[places][step], *[0] * len(rest)
 
     return Input(x, pl.BlockSpec((1, *rest), index))
 

@@ -38,15 +38,16 @@ class ItemSchedule(NamedTuple):
     row: Any  # the row of the cache; [1] if it follows from the item
 
 
-def rows_a_call(nq: int, words: int = 0) -> int:
+def rows_a_call(nq: int, words: int = 0, shared: int = 0) -> int:
     """The most rows whose schedule fits scalar memory; 0 where that of one row doesn't.
 
     Args:
         nq: tiles of queries per row.
         words: the words of 32 bits that a row has in scalar memory besides.
+        shared: those that all rows share.
     """
     bytes_a_row = 4 * len(ItemSchedule._fields) * nq + _ROW_BYTES + 4 * words
-    return min(MAX_ITEMS // nq, _SCALAR_BYTES // bytes_a_row)
+    return min(MAX_ITEMS // nq, (_SCALAR_BYTES - 4 * shared) // bytes_a_row)
 
 
 def schedule(
@@ -94,8 +95,6 @@ def _written(plan: CachePlan, new: Written) -> jax.Array:
     units = (first < stop) & (start < stop) & (first < start + plan.unit) & (start < plan.S)
     if plan.is_ring:
         units |= start < stop - plan.S
-    # The last item of each row writes.
-    units = jnp.pad(units[:, None], ((0, 0), (plan.nq - 1, 0), (0, 0))).reshape(plan.B * plan.nq, -1)
     return jnp.pad(units, ((0, plan.items - units.shape[0]), (0, 0)))
 
 

@@ -2,10 +2,7 @@
 main memory, see `attnops_tpu.caches.new_tokens`.
 
 Slots of a group that are not new keep what was transferred. No other row reads what a call writes: pages that rows
-share are full.
-
-If a row has several tiles of queries, they run on one core in order: each merges the tokens into its tiles of keys, and
-the last one writes them to main memory.
+share are full. A row has one tile of queries: see `attnops_tpu.caches.prompts` for others.
 """
 
 from __future__ import annotations
@@ -57,25 +54,18 @@ class Writer:
         """The numbers to subtract from that of a slot: 0, and in a ring also S, for slots beyond its end."""
         return (0, self.plan.S) if self.plan.is_ring else (0,)
 
-    def _is_writing(self, item: jax.Array) -> jax.Array | bool:
-        """Whether an item writes to main memory: only the last of its row does."""
-        nq = self.plan.nq
-        return True if nq == 1 else lax.rem(item, np.int32(nq)) == nq - 1
-
     def put(self, tile: Tile, buffer: jax.Array) -> None:
         """Write the new tokens of a tile to its buffer, and start their transfers to main memory."""
-        is_writing = self._is_writing(tile.item)
 
         def write(group: _Group) -> None:
             self._merge(group)
-            pl.when(is_writing)(self._copy(group).start)
+            self._copy(group).start()
 
         self._each_group(tile, buffer, write)
 
     def finish(self, tile: Tile, buffer: jax.Array) -> None:
         """Wait for the transfers that `put` started."""
-        wait = functools.partial(self._each_group, tile, buffer, lambda group: self._copy(group).wait())
-        pl.when(self._is_writing(tile.item))(wait)
+        self._each_group(tile, buffer, lambda group: self._copy(group).wait())
 
     def _each_group(self, tile: Tile, buffer: jax.Array, do: Callable[[_Group], None]) -> None:
         """Call a function for each group of a tile that has new tokens."""
@@ -111,10 +101,9 @@ class Writer:
         words = slots // packed
         given_at = slice(None) if self.plan.T == 1 else pl.ds(pl.multiple_of(given * words, words), words)
         for head in range(self.plan.K):
-            old = to[buffer, head, at]
-            old = old if old.dtype == jnp.int32 else pltpu.bitcast(old, jnp.int32)
+            old = as_words(to[buffer, head, at])
             new = jnp.broadcast_to(tokens[0, head, given_at], old.shape)
-            is_new = _bits_of_slots(old.shape, first, stop, packed)
+            is_new = bits_of_slots(old.shape, first, stop, packed)
             merged = (new & is_new) | (old & ~is_new)
             to[buffer, head, at] = pltpu.bitcast(merged, to.dtype)
 
@@ -134,7 +123,12 @@ class Writer:
         return pltpu.make_async_copy(source, target, self.refs.written.at[0])
 
 
-def _bits_of_slots(shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:
+def as_words(x: jax.Array) -> jax.Array:
+    """The bits of slots [n, width] as int32 [words, width]."""
+    return x if x.dtype == jnp.int32 else pltpu.bitcast(x, jnp.int32)
+
+
+def bits_of_slots(shape: tuple[int, ...], first: jax.Array, stop: jax.Array, packed: int) -> jax.Array:
     """Words [words, width] in which the bits of slots from ``first`` to ``stop`` are 1."""
     slot = lax.broadcasted_iota(jnp.int32, shape, 0) * packed
     bits, words = 32 // packed, jnp.zeros(shape, jnp.int32)

@@ -1,0 +1,111 @@
+"""The scoreboard as a page of Markdown, from the record of each library."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from attnops_testing.score.environments import Library
+from attnops_testing.score.judge import FAULTS, Verdict
+
+MARKS: Final = {
+    Verdict.RIGHT: "✓", Verdict.FORWARD: "✓ᶠ",
+    Verdict.CONVENTION: "≈", Verdict.REFUSED: "–", Verdict.CRASH: "**crash**", Verdict.NAN: "**NaN**",
+    Verdict.WRONG: "**wrong**", Verdict.NOT_RUN: "",
+}  # fmt: skip
+_HEAD: Final = """\
+# The scoreboard
+
+Which attention computes what, as users call it today. `attnops score --write docs/scoreboard.md` wrote this page: each
+library runs in an environment of its own, through an adapter of at most 60 lines, on the CPU, and its outputs and
+gradients are compared with a float64 oracle by the rule of [attnops-testing](api/testing.md): at most 2 times
+(gradients: 3 times) the error of the plain computation in the same dtype, and 2 ulp.
+
+| | |
+|---|---|
+| ✓ | right: the output and the gradients of all inputs, or a call that must be refused is |
+| ✓ᶠ | right forward; the library has no gradients of it, and says so |
+| ≈ | another convention than attnops', listed below with the library's documentation |
+| – | refused: the library says so, or has no argument for it |
+| **NaN** | wrong in silence: NaN where the answer is defined |
+| **wrong** | wrong in silence: other numbers, or an argument that has no effect |
+| **crash** | an error that does not say what is not served, a dead process, or no end |
+
+A masked row has no defined output. Where the output of such rows differs, that is a convention; cotangents are zero
+there, so that all gradients are defined. Each fault has a script below that runs without attnops. Kernels for TPUs run
+in Pallas's interpreter, which shows what is computed, not what a device's compiler does. attnops' own operations are
+checked by the same cases and many more (`attnops check`).
+"""
+
+
+def markdown(records: Mapping[str, dict[str, Any]], known: Mapping[str, Library], repros: Path, link: str) -> str:
+    """The page.
+
+    Args:
+        records: by library's name, what `attnops score` recorded.
+        known: the libraries; others are left out.
+        repros: the folder of scripts that show faults.
+        link: the folder as the page links to it.
+    """
+    names = [name for name in known if name in records]
+    lines = [_HEAD, "## All", "", f"| | {' | '.join(f'[{x}](#{_anchor(x)})' for x in names)} |"]
+    lines.append(f"|---|{':-:|' * len(names)}")
+    for case in dict.fromkeys(case for name in names for case in records[name]["rows"]):
+        cells = (MARKS[Verdict(records[x]["rows"].get(case, ["not run"])[0])] for x in names)
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    counts = {x: Counter(row[0] for row in records[x]["rows"].values()) for x in names}
+    for verdict in (Verdict.RIGHT, Verdict.FORWARD, Verdict.CONVENTION, Verdict.REFUSED, *FAULTS):
+        lines.append(f"| *{verdict}* | {' | '.join(str(counts[x][verdict]) for x in names)} |")
+    scripts = find_repros(repros)
+    for name in names:
+        lines += ["", *_library(records[name], known[name], scripts, link)]
+    return "\n".join(lines) + "\n"
+
+
+def _library(record: dict[str, Any], library: Library, scripts: dict[tuple[str, str], str], link: str) -> Iterator[str]:
+    yield f"## {library.name}"
+    yield ""
+    yield f"{library.about} Version {record['version']}, {record['date']}. [Documentation]({library.declared['LINK']})."
+    rows = {case: (Verdict(verdict), detail) for case, (verdict, detail) in record["rows"].items()}
+    faults = {case: row for case, row in rows.items() if row[0] in FAULTS}
+    for case, (verdict, detail) in faults.items():
+        script = scripts.get((library.name, case))
+        where = f"[{script}]({link}/{script})" if script else "no script yet"
+        yield f"{'' if case != next(iter(faults)) else chr(10)}- **{case}: {verdict}.** `{_plain(detail)}` {where}"
+    for kind, title in (
+        (Verdict.CONVENTION, "Conventions"),
+        (Verdict.FORWARD, "Right forward alone"),
+        (Verdict.REFUSED, "Refused"),
+        (Verdict.NOT_RUN, "Not run"),
+    ):
+        by_reason: defaultdict[str, list[str]] = defaultdict(list)
+        for case, (verdict, detail) in rows.items():
+            if verdict is kind:
+                by_reason[detail].append(case)
+        if by_reason:
+            yield f"\n{title}:\n"
+        for detail, cases in by_reason.items():
+            text = f"`{_plain(detail)}`" if kind is not Verdict.CONVENTION else detail
+            quote = library.declared["CONVENTIONS"].get(detail, "") if kind is Verdict.CONVENTION else None
+            documented = "" if quote is None else f" ({quote or 'not documented'})"
+            yield f"- {', '.join(cases)}: {text}{documented}"
+
+
+def find_repros(folder: Path) -> dict[tuple[str, str], str]:
+    """The script of each fault, by library and case: scripts have lines ``# shows: LIBRARY: CASE``."""
+    return {
+        (library, case): path.name
+        for path in sorted(folder.glob("*.py"))
+        for library, case in re.findall(r"^# shows: ([a-z0-9_]+): (.*)$", path.read_text(), re.MULTILINE)
+    }
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).replace("`", "'").replace("|", "\\|")
+
+
+def _anchor(name: str) -> str:
+    return name.replace("_", "-")

@@ -211,7 +211,6 @@ def _case(
     if hidden is not None:
         for x in ("key", "value"):
             drawn[x] = np.where((np.arange(S) >= drawn["lengths"][:, None])[..., None, None], hidden, drawn[x])
-    gradients = kind in ("attention", "dropout", "second derivatives", "strided")
     return Case(
         name=name, options=given, arrays=drawn, truth=functools.cache(truth), seen=seen, dtype=dtype,
         bias_dtype=bias_dtype, kind=kind, gradients=kind in ("attention", "dropout", "second derivatives", "strided"),

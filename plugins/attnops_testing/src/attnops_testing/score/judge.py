@@ -100,7 +100,8 @@ def _differs(case: Case, expected: Expected, results: dict[str, Array]) -> str:
             assert_close(name, actual, exact, allowed)
         except AssertionError as error:
             texts.append(str(error))
-    return next((text for text in texts if "is nan" in text), texts[0] if texts else "")
+    first = next((text for text in texts if "is nan" in text), texts[0] if texts else "")
+    return f"{first}; {len(texts) - 1} more results are off" if len(texts) > 1 else first
 
 
 def _empty_rows(case: Case, out: Array) -> str:

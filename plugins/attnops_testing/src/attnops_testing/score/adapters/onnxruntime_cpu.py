@@ -34,7 +34,9 @@ def attend(q, k, v, *, causal=False, mask=None, bias=None, lengths=None, scale=N
     options = {"scale": scale, "softcap": soft_cap, "is_causal": int(causal)}
     node = helper.make_node("Attention", names, ["Y"], **{x: y for x, y in options.items() if y is not None})
     inputs = [helper.make_tensor_value_info(x, TYPES[str(y.dtype)], y.shape) for x, y in given.items()]
-    graph = helper.make_graph([node], "g", inputs, [helper.make_tensor_value_info("Y", TYPES[str(q.dtype)], None)])
+    graph = helper.make_graph(
+        [node], "g", inputs, [helper.make_tensor_value_info("Y", TYPES[str(q.dtype)], (*q.shape[:3], v.shape[3]))]
+    )
     opset = helper.make_opsetid("", 23 if lengths is None else 24)
     model = helper.make_model(graph, opset_imports=[opset], ir_version=11)
     onnx.checker.check_model(model)

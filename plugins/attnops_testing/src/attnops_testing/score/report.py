@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from attnops_testing.score.cases import Size, cases
 from attnops_testing.score.environments import Library
 from attnops_testing.score.judge import FAULTS, Verdict
 
@@ -16,6 +17,8 @@ MARKS: Final = {
     Verdict.CONVENTION: "≈", Verdict.REFUSED: "–", Verdict.CRASH: "**crash**", Verdict.NAN: "**NaN**",
     Verdict.WRONG: "**wrong**", Verdict.NOT_RUN: "",
 }  # fmt: skip
+# More cases with one reason are counted, not listed.
+_LISTED: Final = 12
 _HEAD: Final = """\
 # The scoreboard
 
@@ -27,15 +30,15 @@ gradients are compared with a float64 oracle by the rule of [attnops-testing](ap
 | | |
 |---|---|
 | ✓ | right: the output and the gradients of all inputs, or a call that must be refused is |
-| ✓ᶠ | right forward; the library has no gradients of it, and says so |
+| ✓ᶠ | right forward; the library refuses to compute gradients, or they are not probed |
 | ≈ | another convention than attnops', listed below with the library's documentation |
 | – | refused: the library says so, or has no argument for it |
 | **NaN** | wrong in silence: NaN where the answer is defined |
 | **wrong** | wrong in silence: other numbers, or an argument that has no effect |
 | **crash** | an error that does not say what is not served, a dead process, or no end |
 
-A masked row has no defined output. Where the output of such rows differs, that is a convention; cotangents are zero
-there, so that all gradients are defined. Each fault has a script below that runs without attnops. Kernels for TPUs run
+Attention over no key has no defined output. What a library gives for such rows is a convention; their cotangents are
+zero, so that all gradients are defined. Each fault has a script below that runs without attnops. Kernels for TPUs run
 in Pallas's interpreter, which shows what is computed, not what a device's compiler does. attnops' own operations are
 checked by the same cases and many more (`attnops check`).
 """
@@ -51,9 +54,10 @@ def markdown(records: Mapping[str, dict[str, Any]], known: Mapping[str, Library]
         link: the folder as the page links to it.
     """
     names = [name for name in known if name in records]
-    lines = [_HEAD, "## All", "", f"| | {' | '.join(f'[{x}](#{_anchor(x)})' for x in names)} |"]
+    heads = (f"[{x}](#{x.replace('_', '-')})" for x in names)
+    lines = [_HEAD, "## All", "", f"| | {' | '.join(heads)} |"]
     lines.append(f"|---|{':-:|' * len(names)}")
-    for case in dict.fromkeys(case for name in names for case in records[name]["rows"]):
+    for case in (case.name for case in cases(Size())):
         cells = (MARKS[Verdict(records[x]["rows"].get(case, ["not run"])[0])] for x in names)
         lines.append(f"| {case} | {' | '.join(cells)} |")
     counts = {x: Counter(row[0] for row in records[x]["rows"].values()) for x in names}
@@ -87,11 +91,12 @@ def _library(record: dict[str, Any], library: Library, scripts: dict[tuple[str, 
                 by_reason[detail].append(case)
         if by_reason:
             yield f"\n{title}:\n"
-        for detail, cases in by_reason.items():
+        for detail, found in by_reason.items():
             text = f"`{_plain(detail)}`" if kind is not Verdict.CONVENTION else detail
             quote = library.declared["CONVENTIONS"].get(detail, "") if kind is Verdict.CONVENTION else None
             documented = "" if quote is None else f" ({quote or 'not documented'})"
-            yield f"- {', '.join(cases)}: {text}{documented}"
+            which = "; ".join(found) if len(found) <= _LISTED else f"{len(found)} cases"
+            yield f"- {which}: {text}{documented}"
 
 
 def find_repros(folder: Path) -> dict[tuple[str, str], str]:
@@ -105,7 +110,3 @@ def find_repros(folder: Path) -> dict[tuple[str, str], str]:
 
 def _plain(text: str) -> str:
     return " ".join(text.split()).replace("`", "'").replace("|", "\\|")
-
-
-def _anchor(name: str) -> str:
-    return name.replace("_", "-")

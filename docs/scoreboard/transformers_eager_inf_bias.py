@@ -2,7 +2,7 @@
 # dependencies = ["transformers==5.24.0", "torch==2.14.1"]
 # ///
 # shows: transformers_eager: rows of −inf bias
-# The documentation: "attention_mask" is added to the scores; models make it with finfo.min, callers may pass their own.
+# The documentation says nothing of a row of −inf. transformers' own masks use finfo.min; callers may pass their own.
 # Query 0 sees no key and its output is not used: the gradient of the keys is defined, and comes from query 1 alone.
 import types
 

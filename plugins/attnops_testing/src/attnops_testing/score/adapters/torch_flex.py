@@ -15,6 +15,7 @@ CONVENTIONS = {
 }
 REFUSES = {
     "sinks": "no argument for it: the caller scales by the logsumexp",
+    "lengths, NaN in the padding": "no argument for lengths: a mask function hides keys, which exist",
     "refuses a mask of another length": "no argument for it: a mask is the caller's function",
 }
 

@@ -191,7 +191,7 @@ def _case(
     known = {x: drawn[x] for x in ("bias", "sinks") if x in drawn} | (oracle or {})
     visible = np.broadcast_to(True if mask is None or kind == "refusal" else mask, (B, H, T, S))
     finite = visible & (np.broadcast_to(drawn.get("bias", np.zeros(())), visible.shape) > -np.inf)
-    seen = finite.any(axis=-1).swapaxes(1, 2)
+    seen = np.swapaxes(np.any(finite, axis=-1), 1, 2)
     drawn["d_out"] *= seen[..., None]
     drawn["d_lse"] *= seen.swapaxes(1, 2)
     exact = dict(drawn)
@@ -238,7 +238,7 @@ def _expected(arrays: dict[str, Array], dtype: Any, options: dict[str, Any], wan
     finite = np.where(np.isfinite(exact.logsumexp), exact.logsumexp, 0)
     if wants_lse:
         add("lse", exact.logsumexp, narrow.logsumexp, finite, OUTPUT_FACTOR)
-    cotangents = {"d_out": arrays["d_out"], "d_logsumexp": arrays["d_lse"] if wants_lse else None}
+    cotangents: dict[str, Any] = {"d_out": arrays["d_out"], "d_logsumexp": arrays["d_lse"] if wants_lse else None}
     wide, same = (oracle.attention_gradients(q, k, v, dtype=d, **cotangents, **options) for d in (np.float64, dtype))
     for name, value in wide.values.items():
         add(f"gradient of {name}", value, same.values[name], wide.magnitudes[name], GRADIENT_FACTOR)

@@ -40,7 +40,7 @@ gradients are compared with a float64 oracle by the rule of [attnops-testing](ap
 Attention over no key has no defined output. What a library gives for such rows is a convention; their cotangents are
 zero, so that all gradients are defined. Each fault has a script below that runs without attnops. Kernels for TPUs run
 in Pallas's interpreter, which shows what is computed, not what a device's compiler does. attnops' own operations are
-checked by the same cases and many more (`attnops check`).
+checked by its conformance suite (`attnops check`).
 """
 
 

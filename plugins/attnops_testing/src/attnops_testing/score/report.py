@@ -38,9 +38,8 @@ gradients are compared with a float64 oracle by the rule of [attnops-testing](ap
 | **crash** | an error that does not say what is not served, a dead process, or no end |
 
 Attention over no key has no defined output. What a library gives for such rows is a convention; their cotangents are
-zero, so that all gradients are defined. Each fault has a script below that runs without attnops. Kernels for TPUs run
-in Pallas's interpreter, which shows what is computed, not what a device's compiler does. attnops' own operations are
-checked by its conformance suite (`attnops check`).
+zero, so that all gradients are defined. Each fault has a script below that runs without attnops.
+attnops' own operations are checked by its conformance suite (`attnops check`).
 """
 
 

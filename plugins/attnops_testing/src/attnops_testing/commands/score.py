@@ -70,7 +70,7 @@ def command(
                 print_text(f"  {case}: {row.verdict}: {row.detail}")
         if results is not None and write is not None:
             results.parent.mkdir(parents=True, exist_ok=True)
-            results.write_text(json.dumps(records, indent=0, ensure_ascii=False) + "\n")
+            results.write_text(json.dumps(records, ensure_ascii=False) + "\n")
     if write is not None:
         folder = write.with_suffix("")
         write.write_text(markdown(records, known, folder, os.path.relpath(folder, write.parent)))

@@ -3,7 +3,7 @@
 # ///
 # shows: flax_linen: rows of −inf bias
 # The documentation: a bias can be used "for incorporating causal masks, padding masks"; nothing of a row of −inf.
-# Query 0 sees no key and its output is not used: the gradient of the keys is defined, and comes from query 1 alone.
+# Query 0 sees no key and its output is not used. Expected: the gradient of query 1 alone; got: NaN, as 0 · NaN is.
 import jax
 import jax.numpy as jnp
 import numpy as np

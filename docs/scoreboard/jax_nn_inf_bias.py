@@ -3,7 +3,7 @@
 # ///
 # shows: jax_nn: rows of −inf bias
 # The documentation: "For an additive mask, users should pass it to `bias`"; nothing of a row that is −inf throughout.
-# Query 0 sees no key and its output is not used: the gradient of the keys is defined, and comes from query 1 alone.
+# Query 0 sees no key and its output is not used. Expected: the gradient of query 1 alone; got: NaN, as 0 · NaN is.
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,7 +3,7 @@
 # ///
 # shows: jax_nn: logsumexp
 # The documentation: "return_residual: Whether to return the logsumexp tensor of shape BTN … to users"; nothing of its
-# gradient, which is zero, as if a loss on the logsumexp (a z-loss) were not there.
+# gradient. It is zero by `stop_gradient`: a loss on the logsumexp (a z-loss) has no effect, and nothing says so.
 import jax
 import jax.numpy as jnp
 import numpy as np

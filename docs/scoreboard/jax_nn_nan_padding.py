@@ -3,7 +3,7 @@
 # ///
 # shows: jax_nn: lengths, NaN in the padding
 # The documentation: "key_value_seq_lengths: int32 array of sequence lengths for key and value"; nothing of what the
-# array holds after them. A cache that was never written holds anything; tokens after a length do not exist.
+# array holds after them. Expected: as if it ended there; got: NaN, as 0 · NaN is.
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -2,8 +2,8 @@
 # dependencies = ["onnxruntime==1.32.0", "onnx==1.23.2"]
 # ///
 # shows: onnxruntime_cpu: lengths, NaN in the padding
-# The documentation: "nonpad_kv_seqlen … indicates the number of valid (ie, non-padding) tokens in each sample", and K
-# and V "correspond to the entire cache tensor"; nothing of what the cache holds after them.
+# The documentation: "nonpad_kv_seqlen … indicates the number of valid (ie, non-padding) tokens in each sample"; nothing
+# of what the cache holds after them. Expected: as if it ended there; got: NaN, as 0 · NaN is.
 import numpy as np
 import onnxruntime
 from onnx import helper

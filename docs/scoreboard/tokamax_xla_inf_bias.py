@@ -4,7 +4,7 @@
 # ///
 # shows: tokamax_xla: rows of −inf bias
 # The documentation: "See `jax.nn.dot_product_attention` for more details"; nothing of a row that is −inf throughout.
-# Query 0 sees no key and its output is not used: the gradient of the keys is defined, and comes from query 1 alone.
+# Query 0 sees no key and its output is not used. Expected: the gradient of query 1 alone; got: NaN, as 0 · NaN is.
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,7 +4,7 @@
 # ///
 # shows: tokamax_xla: lengths, NaN in the padding
 # The documentation is jax.nn's: "key_value_seq_lengths: int32 array of sequence lengths for key and value"; nothing of
-# what the array holds after them. A cache that was never written holds anything; tokens after a length don't exist.
+# what the array holds after them. Expected: as if it ended there; got: NaN, as 0 · NaN is.
 import jax.numpy as jnp
 import numpy as np
 import tokamax

@@ -2,10 +2,11 @@
 # dependencies = ["transformers==5.24.0", "torch==2.14.1"]
 # ///
 # shows: transformers_eager: q · k above 65,504, float16
-# The documentation (attention interface) states no limit of values. q · k is 96,000 and infinite in float16, before the
-# scale makes 24,000 of it, which float16 has; torch's scaled_dot_product_attention gives the expected value here.
+# The documentation (attention interface) says nothing of float16's range. q · k is 96,000, which overflows, before the
+# scale makes 24,000 of it, which does not; torch's scaled_dot_product_attention gives the expected value here.
 import types
 
+import numpy as np
 import torch
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
@@ -15,6 +16,7 @@ k = torch.full((1, 1, 2, 16), 40.0, dtype=torch.float16)
 k[:, :, 1] *= 0.9
 v = torch.tensor([1.0, 2.0], dtype=torch.float16).reshape(1, 1, 2, 1)
 got = eager_attention_forward(module, q, k, v, None, scaling=0.25)[0].numpy().ravel()
-expected = [1.0]  # the scores are 24,000 and 21,600: key 0 has all of the weight
+s = np.float64(k[0, 0]) @ np.float64(q[0, 0, 0]) * 0.25
+expected = np.exp(s - s.max()) / np.exp(s - s.max()).sum() @ np.float64(v[0, 0])
 print("got", got)
 print("expected", expected)

@@ -3,7 +3,7 @@
 # ///
 # shows: transformers_eager: rows of −inf bias
 # The documentation says nothing of a row of −inf. transformers' own masks use finfo.min; callers may pass their own.
-# Query 0 sees no key and its output is not used: the gradient of the keys is defined, and comes from query 1 alone.
+# Query 0 sees no key and its output is not used. Expected: the gradient of query 1 alone; got: NaN, as 0 · NaN is.
 import types
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Scripts that show faults of PyTorch and transformers, in the versions that `make parity` has."""
+"""Scripts that show what is said of PyTorch and transformers, in the versions that `make parity` has."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def score(library: Library, interpreter: Path, limit: float) -> dict[str, Any]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(library.name, total=len(chosen))
         outcomes = run(library.path, interpreter, chosen, limit, lambda _: progress.advance(task))
-    rows = {case.name: judge(case, *outcomes[case.name]) for case in chosen}
+    rows = {case.name: judge(case, *outcomes[case.name], library.declared["CONVENTIONS"]) for case in chosen}
     version = next((ending["version"] for ending, _ in outcomes.values() if "version" in ending), "")
     return {
         "version": version, "date": datetime.date.today().isoformat(),

@@ -51,6 +51,7 @@ class Case:
         bias_dtype: the bias's, where it differs.
         kind: "attention", or what else is done with the call.
         gradients: whether gradients are compared.
+        nan: where NaN is a convention that a library may have, what it is called.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     bias_dtype: str | None = None
     kind: str = "attention"
     gradients: bool = True
+    nan: str = ""
 
 
 def cases(size: Size) -> Iterator[Case]:
@@ -117,7 +119,8 @@ def cases(size: Size) -> Iterator[Case]:
     low = float(np.finfo(np.float32).min)
     yield case("bias of −inf", bias=np.where(some[:, :1], bias(1, 1, n, n), -np.inf))
     yield case("bias of finfo.min", bias=np.where(some[:, :1], bias(1, 1, n, n), low))
-    yield case("rows of −inf bias", bias=np.where(rows[:, :1], bias(1, 1, n, n), -np.inf))
+    nan = "rows of −inf are NaN, and so are gradients that sum over rows"
+    yield case("rows of −inf bias", bias=np.where(rows[:, :1], bias(1, 1, n, n), -np.inf), nan=nan)
     yield case("window to the left", mask=causal & (distance >= -5), options={"causal": True, "window": (5, 0)})
     yield case("window to both sides", mask=(distance <= 3) & (distance >= -5), options={"window": (5, 3)})
     yield case("soft cap", options={"soft_cap": 1.5}, oracle={"logits_soft_cap": 1.5})
@@ -130,12 +133,14 @@ def cases(size: Size) -> Iterator[Case]:
     lengths = np.array([5, n], np.int32)
     tokens = (position < lengths[:, None])[:, None, None]
     yield case("lengths of keys", lengths=lengths, mask=tokens)
-    yield case("lengths, NaN in the padding", lengths=lengths, mask=tokens, hidden=np.nan)
+    nan = "NaN in keys and values after a length reaches the output"
+    yield case("lengths, NaN in the padding", lengths=lengths, mask=tokens, hidden=np.nan, nan=nan)
     yield case("logsumexp", options={"lse": True})
     yield case("scores of 1e4", dtype="float32", winner=1e4)
     yield case("scores of 1e4, bfloat16", dtype="bfloat16", winner=1e4)
     yield case("scores of 1e4, float16", dtype="float16", winner=1e4)
-    yield case("q · k above 65,504, float16", dtype="float16", winner=9e4 / D**0.5)
+    nan = "q · k overflows float16 before the scale: NaN"
+    yield case("q · k above 65,504, float16", dtype="float16", winner=9e4 / D**0.5, nan=nan)
     yield case("dropout", T=n, S=D, Dv=D, options={"dropout": 0.3}, kind="dropout")
     yield case("second derivatives", kind="second derivatives")
     yield case("second derivatives, causal", kind="second derivatives", mask=causal, options={"causal": True})
@@ -151,7 +156,8 @@ def _case(
     D: int | None = None, Dv: int | None = None, dtype: str | None = None, bias_dtype: str | None = None,
     mask: Array | None = None, array_mask: Array | None = None, others: dict[str, Array] | None = None,
     options: dict[str, Any] | None = None, oracle: dict[str, Any] | None = None, kind: str = "attention",
-    hidden: float | None = None, winner: float | None = None, S_value: int | None = None, **arrays: Array,
+    hidden: float | None = None, winner: float | None = None, S_value: int | None = None, nan: str = "",
+    **arrays: Array,
 ) -> Case:  # fmt: skip
     """A case; ``mask`` is what the options mean, and ``array_mask`` is given as an array."""
     T = size.length if T is None else T
@@ -205,6 +211,9 @@ def _case(
                 for m in (visible, *(others or {}).values())
             ]
         conventions = dict(zip(others or {}, more, strict=True))
+        if "lse" in given:
+            cut = exact | {"d_lse": np.zeros_like(exact["d_lse"])}
+            conventions["no gradient flows through the logsumexp"] = _expected(cut, cast, known, True, kind)
         if "bias" in known and "logits_soft_cap" in known:
             conventions["the bias is added before the cap"] = _capped_after(exact, known)
         return found, conventions
@@ -215,6 +224,7 @@ def _case(
     return Case(
         name=name, options=given, arrays=drawn, truth=functools.cache(truth), seen=seen, dtype=dtype,
         bias_dtype=bias_dtype, kind=kind, gradients=kind in ("attention", "dropout", "second derivatives", "strided"),
+        nan=nan,
     )  # fmt: skip
 
 

@@ -54,10 +54,7 @@ class Library:
         ready = made / "ready"
         if not ready.exists():
             pip = [str(made / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
-            plain = [x for x in self.requirements if not x.startswith("--no-deps ")]
-            alone = [x.removeprefix("--no-deps ") for x in self.requirements if x.startswith("--no-deps ")]
-            commands = [[python, "-m", "venv", "--clear", str(made)], [*pip, "numpy", *plain]]
-            for command in [*commands, *([[*pip, "--no-deps", *alone]] if alone else [])]:
+            for command in [[python, "-m", "venv", "--clear", str(made)], [*pip, "numpy", *self.requirements]]:
                 subprocess.run(command, check=True, capture_output=True, text=True)
             ready.write_text("\n".join(self.requirements))
         return made / "bin" / "python"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Collection
 from typing import Any, Final
 
 import numpy as np
@@ -14,11 +15,12 @@ from attnops_testing.tolerance import assert_close
 
 
 class Verdict(enum.StrEnum):
-    """What a library does with a call. `CRASH`, `NAN` and `WRONG` are faults."""
+    """What a library does with a call. `CRASH`, `NAN` and `WRONG` are faults; `OPEN` is an undocumented convention."""
 
     RIGHT = "right"
     FORWARD = "right forward"
     CONVENTION = "convention"
+    OPEN = "undocumented"
     REFUSED = "refused"
     CRASH = "crash"
     NAN = "NaN"
@@ -29,8 +31,8 @@ class Verdict(enum.StrEnum):
 FAULTS: Final = (Verdict.CRASH, Verdict.NAN, Verdict.WRONG)
 # Exceptions that say what is not served. Others show that nobody had thought of the call.
 _REFUSALS: Final = frozenset({
-    "Fail", "InvalidArgument", "NotImplemented", "NotImplementedError", "RuntimeError", "TypeError", "ValueError",
-    "ExceptionGroup", "InvalidGraph", "Unsupported", "TypeCheckError",
+    "Fail", "IndexError", "InvalidArgument", "NotImplemented", "NotImplementedError", "RuntimeError", "TypeError",
+    "ValueError", "ExceptionGroup", "InvalidGraph", "TorchRuntimeError", "Unsupported", "TypeCheckError",
 })  # fmt: skip
 
 
@@ -42,13 +44,14 @@ class Row:
     detail: str = ""
 
 
-def judge(case: Case, ending: dict[str, Any], results: dict[str, Array]) -> Row:
+def judge(case: Case, ending: dict[str, Any], results: dict[str, Array], documented: Collection[str] = ()) -> Row:
     """The verdict on how a case ended.
 
     Args:
         case: the case.
         ending: what the worker wrote of it.
         results: the arrays that it wrote.
+        documented: the conventions that the library documents; others are `OPEN`.
     """
     if ending["ending"] in ("crash", "not run"):
         return Row(Verdict(ending["ending"]), ending["message"])
@@ -65,15 +68,21 @@ def judge(case: Case, ending: dict[str, Any], results: dict[str, Array]) -> Row:
     if not different:
         empty = _empty_rows(case, results["out"])
         if empty:
-            return Row(Verdict.CONVENTION, f"rows that see no key are {empty}")
+            return _convention(f"rows that see no key are {empty}", documented)
         if "forward" not in ending:
             return Row(Verdict.RIGHT)
         error = _judge_error(ending["forward"])
         return Row(Verdict.FORWARD if error.verdict is Verdict.REFUSED else Verdict.CRASH, f"gradients: {error.detail}")
     for name, expected in conventions.items():
         if not _differs(case, expected, {x: results[x] for x in results if x in expected}):
-            return Row(Verdict.CONVENTION, name)
-    return Row(Verdict.NAN if "is nan" in different else Verdict.WRONG, different)
+            return _convention(name, documented)
+    if "is nan" in different:
+        return _convention(case.nan, documented) if case.nan else Row(Verdict.NAN, different)
+    return Row(Verdict.WRONG, different)
+
+
+def _convention(name: str, documented: Collection[str]) -> Row:
+    return Row(Verdict.CONVENTION if name in documented else Verdict.OPEN, name)
 
 
 def _judge_error(error: dict[str, Any]) -> Row:

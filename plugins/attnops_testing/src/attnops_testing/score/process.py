@@ -19,8 +19,6 @@ from attnops_testing.score.cases import Array, Case
 _WORKER: Final = Path(__file__).parent / "worker.py"
 # Seconds to import a library, in addition to the limit of the first case of a process.
 _START: Final = 300.0
-# On a CPU most of a small program's time is spent in LLVM's optimiser, which does not change what is computed.
-_XLA_FLAGS: Final = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 Outcome = tuple[dict[str, Any], dict[str, Array]]
 
@@ -62,8 +60,9 @@ def run(
 def _attempt(command: list[str], folder: Path, left: Sequence[int], seconds: float) -> tuple[list[int], str]:
     """The cases that a process ended, and how it died at the next; empty if it did not."""
     output = folder / "output"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "XLA_FLAGS": _XLA_FLAGS}
-    environment.pop("PYTHONPATH", None)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax"}
+    for name in ("PYTHONPATH", "XLA_FLAGS"):
+        environment.pop(name, None)
     with output.open("w") as file:
         process = subprocess.Popen(
             [*command, *map(str, left)], stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=folder

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import platform
 import sys
 import traceback
 from collections.abc import Callable
@@ -184,7 +185,7 @@ def _describe(error: Exception) -> Named:
 def main(path: str, folder: Path, names: list[str]) -> None:
     """Run the cases in turn."""
     adapter = Adapter(path)
-    version = importlib.metadata.version(adapter.package)
+    version = f"{importlib.metadata.version(adapter.package)}, Python {platform.python_version()}"
     for name in names:
         case = json.loads((folder / f"{name}.json").read_text())
         with np.load(folder / f"{name}.npz") as arrays:

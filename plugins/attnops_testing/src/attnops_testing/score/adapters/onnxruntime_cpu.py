@@ -12,7 +12,7 @@ FRAMEWORK, PACKAGE = "numpy", "onnxruntime"
 LINK = "https://onnx.ai/onnx/operators/onnx__Attention.html"
 GRADIENTS = False
 CONVENTIONS = {
-    "aligned top left": "“query i attends key j iff j <= i + past_sequence_length”: without a past, from the top left",
+    "aligned top left": "“query `i` attends key `j` iff `j <= i + offset` … `offset = 0` … (the no-cache case, …)”",
 }
 REFUSES = {
     "bias and mask": "one argument for both: add the mask to the bias",

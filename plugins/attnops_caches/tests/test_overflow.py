@@ -210,7 +210,8 @@ MISTAKES = {
         lambda: test_the_first_tokens_that_fit_are_kept(dense),
     ),
     "pages after one that is missing are written": (
-        Mutant("paged:PagedCache.place", "fits[:, None]", "jnp.where(exists, end, 0)", ""),
+        Mutant("paged:PagedCache.place", "jnp.where(exists, LARGEST, number * p)",
+               "jnp.where(exists | (number < 2), LARGEST, number * p)", ""),
         test_a_page_that_is_missing_in_the_middle_ends_what_fits,
     ),
     "a page is found by the 32-bit index of its first element": (

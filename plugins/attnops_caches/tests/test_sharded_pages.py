@@ -108,6 +108,7 @@ def test_every_device_has_a_part_of_each_page() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.tier(every=2)
 def test_steps(case: str, T: int) -> None:
     mesh = mesh_of(2, 4)
     assert check_step(mesh, pair(mesh, **CASES[case]), (B, T), Causal()) == ["all-gather"]

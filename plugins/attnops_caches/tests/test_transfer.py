@@ -96,6 +96,7 @@ put = jax.jit(lambda cache, rows, taken: cache.put(rows, taken))
     ("case", "source", "target"),
     [x for i, x in enumerate(itertools.product(CASES, STORAGES, STORAGES)) if i % 11 == 0],
 )
+@pytest.mark.tier(every=2)
 def test_moved_rows_have_the_same_tokens(case: str, source: str, target: str) -> None:
     given = appended(create(source, **CASES[case]), 7, np.array([7, 4, 6], np.int32))
     before = appended(create(target, **CASES[case]), 3)
@@ -265,6 +266,7 @@ def test_rows_wait_in_host_memory() -> None:
 @slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("source", "target"), [("pages", "dense"), ("dense", "pages"), ("ring", "ring")])
+@pytest.mark.tier(every=2)
 def test_rows_move_between_meshes(kind: AxisType, source: str, target: str) -> None:
     devices = jax.devices()
     here = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind), devices=devices[:4])

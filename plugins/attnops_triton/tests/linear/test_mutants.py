@@ -100,7 +100,7 @@ def test_without_a_mistake_it_is_right(case: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.tier(every=2)
+@pytest.mark.tier(every=3)
 def test_a_mistake_is_noticed(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case, old, new = MISTAKES[mistake]
     check, run, found = compiled(case), interpreter.run_on_host, []

@@ -73,6 +73,7 @@ def test_problems(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
+@pytest.mark.tier(every=2)
 def test_more_problems(name: str) -> None:
     right(MORE[name], name)
 
@@ -86,6 +87,7 @@ def test_bfloat16(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "jit"])
 @pytest.mark.parametrize("T", [3, 35])
+@pytest.mark.tier(every=2)
 def test_other_checks(T: int, check: str) -> None:
     right(problem(T, B=1, K=1, H=2, mask=documents), f"T = {T}", check, gradients=True)
 

@@ -14,6 +14,7 @@ import pytest
 import attnops
 import attnops_testing
 from attnops import masks
+from attnops_caches import DenseCache
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {page.name: re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -93,7 +94,8 @@ def test_examples_in_docstrings_run() -> None:
     names = {
         "attnops": attnops, "jax": jax, "jnp": jnp, "Causal": masks.Causal,
         "query": x, "key": x, "value": x, "x": x, "mask": masks.Causal().bind(1, 2, 4, 4),
-        "B": 1, "H": 2, "T": 4, "S": 4,
+        "B": 1, "H": 2, "T": 4, "S": 4, "L": 2, "op": attnops.OperationRegistry.create("flash"),
+        "cache": DenseCache.create(batch=1, length=4, kv_heads=2, head_dim=8, dtype=jnp.float32, layers=2),
         "function": jnp.sin, "Rank": attnops.Rank, "RankBetween": attnops.RankBetween,
         "TraceContext": attnops.kernels.TraceContext, "Conformance": attnops_testing.Conformance,
         "OperationConformance": attnops_testing.OperationConformance,

@@ -75,8 +75,10 @@ test: $(VENV)/.test  ## every feature on every backend, in minutes; tools/quick_
 budget: $(VENV)/.test  ## write what `make test` may cost, from what it costs now
 	$(PYTEST) --budget-write -m "not slow and not exhaustive" $(TESTS)
 
+# SHARE=n runs each n-th slow case of each test.
+SHARE ?= 1
 test-all: $(VENV)/.test $(XLA_CUDA)  ## the rest, but for what takes hours
-	$(PYTEST) -m "slow and not exhaustive" $(TESTS)
+	$(PYTEST) --share $(SHARE) -m "slow and not exhaustive" $(TESTS)
 
 # XLA's compiler for NVIDIA GPUs, which needs no GPU, in a folder of its own: if it were installed, every process of JAX
 # would start it.
@@ -95,17 +97,22 @@ alone: $(VENV)/.test  ## the quick tests of each distribution where it is instal
 parity: $(VENV)/.parity  ## models of transformers compute with attnops what they compute with PyTorch's attention
 	$(PYTEST) tests/parity
 
-# vLLM pins JAX, and a Python for which it has wheels. PyTorch comes with several GB of CUDA, as for `parity`.
-ENGINES := .venv-engines
-$(ENGINES)/.created: tests/engines/requirements.txt
-	python3.12 -m venv $(ENGINES)
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r tests/engines/requirements.txt
-	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(EDITABLE) . \
-		-e plugins/attnops_caches -e plugins/attnops_tpu -e plugins/attnops_vllm
+# Each engine pins JAX, and a Python for which it has wheels, in an environment of its own. PyTorch comes with several GB of
+# CUDA, as for `parity`. SGLang's engine has no entry points, and is patched.
+ENGINES ?= vllm sglang
+.PRECIOUS: .venv-%/.created
+.venv-%/.created: tests/engines/%/requirements.txt
+	python3.12 -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(EDITABLE) . \
+		-e plugins/attnops_caches -e plugins/attnops_tpu -e plugins/attnops_$*
+	$(foreach patch,$(wildcard plugins/attnops_$*/*.patch),patch -p2 -d $(@D)/lib/python3.12/site-packages < $(patch))
 	@touch $@
 
-engines: $(ENGINES)/.created  ## vLLM's engine for TPUs with attnops, on the CPU: its tokens are transformers', its tests' values those of their reference
-	$(ENGINES)/bin/python -m pytest tests/engines
+engines: $(ENGINES:%=engines-%)  ## vLLM's and SGLang's engines for TPUs with attnops, on the CPU
+
+engines-%: .venv-%/.created
+	.venv-$*/bin/python -m pytest tests/engines/$*
 
 quick: test
 

@@ -29,7 +29,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 STEP = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 
 
-@pytest.mark.parametrize("plugin", ["attnops_tpu", "attnops_triton", "attnops_ring", "attnops_vllm"])
+@pytest.mark.parametrize("plugin", ["attnops_tpu", "attnops_triton", "attnops_ring", "attnops_vllm", "attnops_sglang"])
 def test_the_map_in_a_plugins_readme_names_files_that_are_there(plugin: str) -> None:
     text = (ROOT / "plugins" / plugin / "README.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]

@@ -1,4 +1,4 @@
-"""Tests of engines: in an environment of their own (`make engines`)."""
+"""Tests of engines: each in an environment of its own (`make engines`)."""
 
 import os
 

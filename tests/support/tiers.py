@@ -3,7 +3,7 @@
 A test without a mark is quick; ``slow`` and ``exhaustive`` mark whole tests or single parameters. Where cases of a test
 differ, ``pytest.mark.tier(quick=[...], slow=[...], exhaustive=[...])`` names them by the ids in the test's brackets;
 those that it does not name are of the first tier that is left out. With ``every=n`` each n-th slow case stays slow, and
-those between are exhaustive.
+those between are exhaustive. ``--share n`` leaves each n-th of the slow cases that remain of each test, as `.ci/run` does.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_slow] = collections.Counter()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--share`."""
+    parser.addoption("--share", type=int, default=1, help="run each n-th slow case of a test, the first one included")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave modules that are slow as a whole alone in quick runs: importing Keras takes seconds."""
     if config.option.markexpr != QUICK or not collection_path.name.startswith("test_") or collection_path.is_dir():
@@ -44,8 +49,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark a case ``slow`` or ``exhaustive`` as its test says."""
     marker = item.get_closest_marker("tier")
-    if marker is None:
+    if marker is not None:
+        mark(item, marker)
+    elif not hasattr(item, "callspec"):
         return
+    every = (marker.kwargs.get("every", 1) if marker else 1) * item.config.option.share
+    if every > 1 and item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive"):
+        test = item.nodeid.partition("[")[0]
+        if item.config.stash[_slow][test] % every:
+            item.add_marker("exhaustive")
+        item.config.stash[_slow][test] += 1
+
+
+def mark(item: pytest.Item, marker: pytest.Mark) -> None:
+    """Mark a case by the tiers that its test names."""
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         raise pytest.UsageError(f"{item.nodeid} has one case: mark it slow or exhaustive, not tier")
@@ -55,12 +72,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid} is in no tier: leave one of {', '.join(TIERS)} out for all others")
     for name in TIERS[1 : TIERS.index(tier) + 1]:  # what is exhaustive is slow too
         item.add_marker(name)
-    every = marker.kwargs.get("every", 1)
-    if every > 1 and item.get_closest_marker("slow") and not item.get_closest_marker("exhaustive"):
-        test = item.nodeid.partition("[")[0]
-        if item.config.stash[_slow][test] % every:
-            item.add_marker("exhaustive")
-        item.config.stash[_slow][test] += 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,9 +13,7 @@ from tpu_inference.layers.common.attention_backend import AttentionBackend
 from tpu_inference.layers.common.sharding import ShardingAxisName
 
 from attnops import OperationMetadata, Reason
-from attnops_vllm.pages import pages_shape
-from attnops_vllm.refusals import refusal
-from attnops_vllm.rows import Scores, attend
+from attnops_caches.engines import Scores, attend, pages_shape, refusal
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -38,7 +36,7 @@ class EngineAttention(AttentionBackend):
     def get_kv_cache_shape(
         self, total_num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: DType
     ) -> tuple[int, ...]:
-        """The shape of one shard of a layer's array, see `attnops_vllm.pages.pages_shape`."""
+        """The shape of one shard of a layer's array, see `attnops_caches.engines.pages_shape`."""
         return pages_shape(total_num_pages, page_size, num_kv_heads, head_dim, kv_dtype)
 
     def attention(

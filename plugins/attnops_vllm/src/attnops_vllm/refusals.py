@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from attnops import Reason, UnsupportedError
-
-
-def refusal(*reasons: Reason) -> UnsupportedError:
-    """The error of what the backend does not serve."""
-    return UnsupportedError("--attention-backend attnops:" + "".join(f"\n  - {x}" for x in reasons), reasons)
+from attnops import Reason
+from attnops_caches.engines import refusal
 
 
 def engine_reasons(config: Any) -> list[Reason]:

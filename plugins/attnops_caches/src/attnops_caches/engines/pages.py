@@ -15,8 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from attnops import Reason
-from attnops_caches import PagedCache, Quantized, TokenOptions
-from attnops_vllm.refusals import refusal
+from attnops_caches.codec import Quantized
+from attnops_caches.engines.refusals import refusal
+from attnops_caches.layout import TokenOptions
+from attnops_caches.paged import PagedCache
 
 if TYPE_CHECKING:
     from attnops.typing import DType
@@ -42,8 +44,9 @@ def pages_shape(pages: int, page_size: int, kv_heads: int, head_dim: int, dtype:
         raise refusal(Reason("kv_cache_dtype", name, "has no kernel for TPUs", "give --dtype bfloat16"))
     rows = 8 * 4 // jnp.dtype(dtype).itemsize
     if page_size % rows and jax.default_backend() == "tpu":
-        raise refusal(Reason("block_size", page_size, f"must be a multiple of {rows} tokens of {name} to be read in "
-                             "place", f"give --block-size {-(-page_size // rows) * rows}"))  # fmt: skip
+        raise refusal(Reason("page size", page_size, f"must be a multiple of {rows} tokens of {name} to be read in "
+                             "place", f"give --block-size (vLLM) or --page-size (SGLang) "
+                             f"{-(-page_size // rows) * rows}"))  # fmt: skip
     return pages, 1, kv_heads, page_size, -(-2 * head_dim // LANES) * LANES
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from attnops import OperationMetadata, OperationRegistry, Reason
 from attnops.masks import SlidingWindow
-from attnops_caches import Rows
-from attnops_vllm.pages import CODECS, cache_of_pages, pages_of_cache
-from attnops_vllm.refusals import refusal
+from attnops_caches.engines.pages import CODECS, cache_of_pages, pages_of_cache
+from attnops_caches.engines.refusals import refusal
+from attnops_caches.rows import Rows
 
 if TYPE_CHECKING:
     from attnops.masks import Mask
@@ -66,7 +66,7 @@ def attend(
     Args:
         metadata: the operation's.
         scores: how scores are made.
-        pages: the layer's array, see `attnops_vllm.pages`; donate it, and it is updated in place.
+        pages: the layer's array, see `attnops_caches.engines.pages`; donate it, and it is updated in place.
         query: the tokens of all rows one after the other, [N, H, D].
         key: [N, K, D], of the dtype of the pages: 8-bit keys are divided by their scale.
         value: [N, K, D], likewise.
@@ -94,7 +94,7 @@ def attend(
     cache = cache_of_pages(pages, D, lengths, table.reshape(B, -1), dtype, platform)
     scale = scores.scale * (1.0 if scores.k_scale is None else scores.k_scale)
     if scores.q_scale is not None:
-        query, scale = _rounded(query / scores.q_scale, pages.dtype).astype(dtype), scale * scores.q_scale
+        query, scale = rounded(query / scores.q_scale, pages.dtype).astype(dtype), scale * scores.q_scale
     options = {"rows": Rows(starts, number[:B]), "mask": scores.mask, "softmax_scale": scale}
     options |= {} if scores.soft_cap is None else {"logits_soft_cap": scores.soft_cap}
     options |= {} if sinks is None else {"sinks": sinks}
@@ -110,7 +110,7 @@ def attend(
     return (result if scores.v_scale is None else (result * scores.v_scale).astype(dtype)), pages
 
 
-def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """``x`` in an 8-bit dtype, clipped at its largest finite number; in a wider one, cast."""
     if jnp.dtype(dtype).name not in CODECS:
         return x.astype(dtype)

@@ -17,7 +17,7 @@ import tpu_inference
 from jax._src import test_util
 
 from attnops import OperationMetadata
-from attnops_vllm.rows import Scores, attend
+from attnops_caches.engines import Scores, attend
 
 PATH = Path(tpu_inference.__file__).parents[1] / "tests/kernels/ragged_paged_attention_kernel_v3_test.py"
 SPEC = importlib.util.spec_from_file_location("theirs", PATH)

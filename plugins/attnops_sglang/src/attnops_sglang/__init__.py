@@ -1,0 +1,39 @@
+"""attnops' attention inside SGLang's engine for TPUs: ``--attention-backend attnops``.
+
+sglang-jax has no entry points for backends. ``sglang-jax.patch``, next to this package's README, adds the choice to it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnops_sglang._version import __version__
+
+if TYPE_CHECKING:
+    from attnops_sglang.backend import EngineAttention
+    from attnops_sglang.pool import EnginePages
+
+__all__ = ["__version__", "create_backend", "pool_class"]
+
+
+def create_backend(runner: Any) -> EngineAttention:
+    """The attention backend of a ``ModelRunner``.
+
+    Raises:
+        UnsupportedError: the engine's arguments have what the backend can't serve, see `attnops_sglang.refusals`.
+    """
+    from attnops_sglang.backend import EngineAttention
+    from attnops_sglang.refusals import check_runner
+
+    check_runner(runner)
+    return EngineAttention(
+        runner.num_attn_heads, runner.num_kv_heads, runner.model_config.head_dim, page_size=runner.page_size,
+        mesh=runner.mesh, max_pages=-(-runner.model_config.context_len // runner.page_size) + 1,
+    )  # fmt: skip
+
+
+def pool_class() -> type[EnginePages]:
+    """The class of the engine's pool of keys and values, in place of ``MHATokenToKVPool``."""
+    from attnops_sglang.pool import EnginePages
+
+    return EnginePages

@@ -3,7 +3,7 @@
 A test without a mark is quick; ``slow`` and ``exhaustive`` mark whole tests or single parameters. Where cases of a test
 differ, ``pytest.mark.tier(quick=[...], slow=[...], exhaustive=[...])`` names them by the ids in the test's brackets;
 those that it does not name are of the first tier that is left out. With ``every=n`` each n-th slow case stays slow, and
-those between are exhaustive. ``--share n`` leaves each n-th of the slow cases that remain of each test, as `.ci/run` does.
+those between are exhaustive. ``--share n``, which `.ci/run` gives, does the same to what remains of every test.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 SCRIPT = Path(__file__).parent / "greedy.py"
 FIRST = [[(7 * i + j) % 256 for j in range(n)] for i, n in enumerate((5, 40, 17, 90))]
 # Prompts that begin as others of the first call, and end otherwise.
-SECOND = [FIRST[3][:50] + [1, 2, 3], FIRST[1][:33] + [9], [8] * 3]
+SECOND = [[*FIRST[3][:50], 1, 2, 3], [*FIRST[1][:33], 9], [8] * 3]
 NEW = 12
 # The engine's own attention on CPUs has no head dim but multiples of 128.
 HIDDEN, HEADS, KV_HEADS, DIM, LAYERS, VOCABULARY, INNER = 128, 4, 2, 128, 2, 256, 256

@@ -106,7 +106,7 @@ ENGINES ?= vllm sglang
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(EDITABLE) . \
 		-e plugins/attnops_caches -e plugins/attnops_tpu -e plugins/attnops_$*
-	$(foreach patch,$(wildcard plugins/attnops_$*/*.patch),patch -p2 -d $(@D)/lib/python3.12/site-packages < $(patch))
+	$(foreach patch,$(wildcard plugins/attnops_$*/src/*/*.patch),patch -p2 -d $(@D)/lib/python3.12/site-packages < $(patch))
 	@touch $@
 
 engines: $(ENGINES:%=engines-%)  ## vLLM's and SGLang's engines for TPUs with attnops, on the CPU

@@ -1,11 +1,12 @@
 """attnops' attention inside SGLang's engine for TPUs: ``--attention-backend attnops``.
 
-sglang-jax has no entry points for backends. ``sglang-jax.patch``, next to this package's README, adds the choice to it.
+sglang-jax has no entry points for backends. `PATCH` adds the choice to it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from attnops_sglang._version import __version__
 
@@ -13,7 +14,10 @@ if TYPE_CHECKING:
     from attnops_sglang.backend import EngineAttention
     from attnops_sglang.pool import EnginePages
 
-__all__ = ["__version__", "create_backend", "pool_class"]
+__all__ = ["PATCH", "__version__", "create_backend", "pool_class"]
+
+# A patch of sglang-jax, at the revision that the README names.
+PATCH: Final = Path(__file__).with_name("sglang-jax.patch")
 
 
 def create_backend(runner: Any) -> EngineAttention:

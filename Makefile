@@ -105,7 +105,7 @@ ENGINES ?= vllm sglang
 	python3.12 -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(EDITABLE) . \
-		-e plugins/attnops_caches -e plugins/attnops_tpu -e plugins/attnops_$*
+		-e plugins/attnops_caches -e plugins/attnops_linear -e plugins/attnops_tpu -e plugins/attnops_$*
 	$(foreach patch,$(wildcard plugins/attnops_$*/src/*/*.patch),patch -p2 -d $(@D)/lib/python3.12/site-packages < $(patch))
 	@touch $@
 

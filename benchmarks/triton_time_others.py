@@ -177,8 +177,9 @@ def flashinfer(folder: Path) -> None:
     memory, tensor = tokens * 512 / bandwidth, 4 * 16 * 128 * tokens / rate
     issue = tokens / 128 * sum(loop.values()) * 4 / ISSUED / multiprocessors / clock
     found = (max(memory, tensor) + WAITS * issue) * 1e3
-    print(f"FlashInfer: {sum(loop.values())} instructions a tile, {found:.2f} ms (bytes {memory * 1e3:.2f}, issue "
-          f"{issue * 1e3:.2f}, tensor cores {tensor * 1e3:.2f}), {FLASHINFER} {found / FLASHINFER - 1:+.0%}")  # fmt: skip
+    parts = f"bytes {memory * 1e3:.2f}, issue {issue * 1e3:.2f}, tensor cores {tensor * 1e3:.2f}"
+    print(f"FlashInfer: {sum(loop.values())} instructions a tile, {found:.2f} ms ({parts}), "
+          f"{FLASHINFER} {found / FLASHINFER - 1:+.0%}")  # fmt: skip
 
 
 def main(

@@ -7,11 +7,20 @@ besides: `triton_static.cycles` counts the three. The two constants are fitted h
 relative errors), and printed with the error of each; "left out" is the error if the constants are fitted to the other
 head dims alone. Both passes are predicted by the same constants, and were not fitted.
 `triton_time_others.py` predicts others' kernels by these constants.
+
+Then it prints what persistent programs might save at D 64 with a causal mask: as many programs as multiprocessors, each
+of which computes several tiles of queries (or of keys) and loads the next one's rows meanwhile. HIDDEN cycles of START
+are saved for each tile but a program's first. "As launched" the next tile goes to the first program that is free, as a
+GPU does with the programs of today, and as persistent programs do by a counter in memory. "In turn" the tiles are
+divided beforehand, the i-th to program i modulo their number.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,8 +32,13 @@ from triton_static import cycles
 
 from attnops import OperationMetadata, OperationRegistry
 from attnops_triton.aot import compile_for, kernels
+from attnops_triton.flash.launch import _CACHE
+from attnops_triton.flash.order import unordered
 
 CLOCK, MULTIPROCESSORS = 1.8e9, 132
+# Cycles of a program's START that the tiles before it may hide: an estimate, see "Programs are not persistent" in
+# plugins/attnops_triton/NOTES.md.
+HIDDEN = 3000
 
 
 class Measured(NamedTuple):
@@ -45,7 +59,7 @@ POINTS = (
 )  # fmt: skip
 
 
-def counts(D: int) -> dict[str, dict[str, float]]:
+def counts(D: int, adds_dq: bool = False) -> dict[str, dict[str, float]]:
     """The cycles of each kernel of both passes."""
     flash: Any = OperationRegistry.create("attnops-triton:flash", OperationMetadata(platform="cuda"))
 
@@ -54,10 +68,11 @@ def counts(D: int) -> dict[str, dict[str, float]]:
         return out, pull_back(out)
 
     x = jax.ShapeDtypeStruct((1, 4096, 2048 // D, D), jnp.bfloat16)
-    return {
-        launched.recipe.kernel.name[14:]: cycles("sm_90", str(D), "bfloat16", launched, compile_for(launched, "sm_90"))
-        for launched in kernels(both, (x, x, x), "sm_90")
-    }
+    with unordered() if adds_dq else contextlib.nullcontext():
+        return {
+            each.recipe.kernel.name[14:]: cycles("sm_90", str(D), "bfloat16", each, compile_for(each, "sm_90"))
+            for each in kernels(both, (x, x, x), "sm_90")
+        }
 
 
 def squares(point: Measured) -> tuple[int, int]:
@@ -92,6 +107,45 @@ def error(point: Measured, constants: np.ndarray, used: list[dict[str, float]], 
     return float((total[:2] @ constants + total[2]) / measured_cycles(point, passes) - 1)
 
 
+def squares_in_order(T: int) -> list[int]:
+    """Squares of 128 × 128 scores of each program at D 64, causal, in the order of `kernels.tokens.locate`."""
+    rows, heads = T // 128, 16384 // T * 32
+    together = max(1, _CACHE // (T * 2 * 64 * 2))
+    groups = [min(together, heads - first) for first in range(0, heads, together)]
+    return [rows - row for group in groups for row in range(rows) for _ in range(group)]
+
+
+def as_launched(squares: list[int], cost: Callable[[int], float]) -> float:
+    """The cycles until all programs have ended, if the next one starts where the first one ended."""
+    free = [0.0] * MULTIPROCESSORS
+    for n in squares:
+        heapq.heappush(free, heapq.heappop(free) + cost(n))
+    return max(free)
+
+
+def in_turn(squares: list[int], cost: Callable[[int], float]) -> float:
+    """The cycles until all programs have ended, if the i-th runs on multiprocessor i modulo their number."""
+    return max(sum(map(cost, squares[i::MULTIPROCESSORS])) for i in range(MULTIPROCESSORS))
+
+
+def persistent(constants: np.ndarray, counted: dict[str, dict[str, float]]) -> None:
+    """Print what persistent programs save at D 64, as a share of the time of the programs of today."""
+    start, waits = (float(x) for x in constants)
+    print(f"Saved by persistent programs, D 64, causal, if {HIDDEN} of {start:.0f} cycles are hidden")
+    print(f"{'kernel':16}{'T':>6}{'outside':>9}{'as launched':>13}{'in turn':>9}")
+    for name, kernel in counted.items():
+        tile = max(kernel["tensor"], kernel["special"]) + waits * kernel["issue"]
+        for T in (2048, 4096, 8192):
+            each = squares_in_order(T)
+            now = as_launched(each, lambda n, tile=tile: start + n * tile)
+            saved = [
+                1 - (order(each, lambda n, tile=tile: start - HIDDEN + n * tile) + HIDDEN) / now
+                for order in (as_launched, in_turn)
+            ]
+            outside = start * len(each) / (start * len(each) + tile * sum(each))
+            print(f"{name:16}{T:6}{outside:9.1%}{saved[0]:+13.1%}{saved[1]:+9.1%}")
+
+
 def main() -> None:
     """Print the constants, and the errors of all points."""
     counted = {D: counts(D) for D in (64, 128, 256)}
@@ -109,6 +163,7 @@ def main() -> None:
         ]  # fmt: skip
         mask = "causal" if point.causal else "full"
         print(f"{point.D:4}{point.T:7}  {mask:8}" + "".join(f"{x:+9.0%}" for x in found))
+    persistent(constants, counted[64] | {"with dq": counts(64, adds_dq=True)["backward"]})
 
 
 if __name__ == "__main__":

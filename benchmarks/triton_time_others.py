@@ -1,13 +1,17 @@
-"""Predicted times of others' Triton kernels, by the model of `triton_time.py`, beside published ones; no GPU::
+"""Predicted times of others' kernels, by the model of `triton_time.py`, beside published ones; no GPU::
 
     python benchmarks/triton_time_others.py --tutorial 06-fused-attention.py    # of Triton 3.6
     python benchmarks/triton_time_others.py --ops triton/ops/flash_attention.py    # of the wheel of Triton 3.0
     python benchmarks/triton_time_others.py --vllm VLLM    # a folder with vLLM 0.33's sources
+    python benchmarks/triton_time_others.py --flashinfer fi    # a folder with FlashInfer 0.7.2, and CUDA's compiler
 
-Triton 3.6 compiles them: ``pip install --target t36 triton==3.6.0``, with t36 first in PYTHONPATH. A kernel needs
-``max(tensor, special, bytes) + WAITS · issue`` cycles of each multiprocessor, and each program START besides. The two
-constants are those of attnops-triton's forward kernels on an H200: nothing is fitted here. An error is the predicted
-time over the published one, less 1.
+Triton 3.6 compiles its kernels: ``pip install --target t36 triton==3.6.0``, with t36 first in PYTHONPATH. nvcc compiles
+FlashInfer's: ``pip install --no-deps --target fi flashinfer-python==0.7.2 nvidia-cuda-nvcc==13.5.* nvidia-nvvm==13.5.*
+nvidia-cuda-crt==13.5.* nvidia-cuda-runtime==13.5.* nvidia-cuda-cccl==13.3.* nvidia-curand==10.4.*``.
+
+A kernel needs ``max(tensor, special, bytes) + WAITS · issue`` cycles of each multiprocessor, and each program START
+besides. The two constants are those of attnops-triton's forward kernels on an H200: nothing is fitted here. An error is
+the predicted time over the published one, less 1.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import ast
 import collections
 import importlib.util
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +33,7 @@ from triton_static import ISSUED, MULTIPLICATIONS, SPECIAL, WAITS
 
 from attnops_triton import aot
 
-START = 5949
+START = 6028
 # TFLOP/s of the tutorial's forward kernel on an H100 by tokens: D 128, float16, nothing masked, 16 heads, 16k tokens a
 # call. By PyTorch's benchmarks (pull request 2391 of pytorch/benchmark), and by the labels of figure 5 of
 # FlashAttention-3's paper (arXiv:2407.08608). Neither states its clock: an H100's boost.
@@ -45,6 +50,24 @@ OPS = {
 # Milliseconds of vLLM 0.33's step of decoding on an H200, by stored dtype: benchmarks/README.md. torch had Triton 3.6.
 VLLM = {"": 0.452, "float8_e4m3fn": 0.506}
 H200 = (1.8e9, 132, 4.8e12)
+# Milliseconds of FlashInfer's step of decoding by tensor cores on an H20 (issue 1572 of flash-attention): 128 rows of
+# 16,384 tokens, K 16, G 8, D 128, float16, pages of 128. The clock is not stated: the highest of an H100 stands for it.
+# That FlashInfer was of early 2025. The last two are bytes and operations of products per second, by the data sheet.
+FLASHINFER = 5.10
+H20 = (1.98e9, 78, 4.0e12, 148e12)
+# The kernel that is chosen for one query of each row and 8 query heads per kv head, with the shared memory of sm_90:
+# 16 rows of scores, 4 warps, and tiles of 128 keys (BatchPrefillWithPagedKVCacheDispatched).
+FLASHINFER_KERNEL = """
+#include <flashinfer/attention/prefill.cuh>
+#include <flashinfer/attention/default_prefill_params.cuh>
+#include <flashinfer/attention/variants.cuh>
+using namespace flashinfer;
+using Params = BatchPrefillPagedParams<half, half, half, int32_t>;
+using Traits = KernelTraits<MaskMode::kNone, 16, 1, 2, 8, 8, 1, 4, PosEncodingMode::kNone, half, half, half, float,
+                            int32_t, DefaultAttention<false, false, false, false>>;
+template __global__ void flashinfer::BatchPrefillWithPagedKVCacheKernel<true, Traits, Params>(
+    const __grid_constant__ Params);
+"""
 
 
 def loop_of(path: Path, functions: tuple[str, ...], fixed: dict[str, Any], pointers: dict[str, str], warps: int,
@@ -74,7 +97,12 @@ def loop_of(path: Path, functions: tuple[str, ...], fixed: dict[str, Any], point
         options = {"num_warps": warps, "num_stages": stages}
         compiled: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         binary.write_bytes(compiled.asm["cubin"])
-        code = aot._run("nvdisasm", "-c", str(binary))
+        return largest_loop(binary)
+
+
+def largest_loop(binary: Path) -> collections.Counter[str]:
+    """The instructions of the loop with most products."""
+    code = aot._run("nvdisasm", "-c", str(binary))
     loops = [collections.Counter(aot._names(loop)) for loop in aot.innermost_loops(code)]
     return max(loops, key=lambda x: x["HGMMA"] + x["HMMA"])
 
@@ -134,13 +162,35 @@ def vllm(checkout: Path) -> None:
               f"{published} {found / published - 1:+.0%}")  # fmt: skip
 
 
+def flashinfer(folder: Path) -> None:
+    """The step of decoding by FlashInfer."""
+    cuda = folder / "nvidia" / "cu13"
+    with tempfile.TemporaryDirectory() as temporary:
+        source, binary = Path(temporary) / "kernel.cu", Path(temporary) / "kernel.cubin"
+        source.write_text(FLASHINFER_KERNEL)
+        includes = (folder / "flashinfer" / "data" / "include", cuda / "include" / "cccl")
+        options = ("-cubin", "-arch=sm_90a", "-std=c++17", "--expt-relaxed-constexpr", *(f"-I{x}" for x in includes))
+        subprocess.run([str(cuda / "bin" / "nvcc"), *options, str(source), "-o", str(binary)], check=True)
+        loop = largest_loop(binary)
+    clock, multiprocessors, bandwidth, rate = H20
+    tokens = 128 * 16 * 16384
+    memory, tensor = tokens * 512 / bandwidth, 4 * 16 * 128 * tokens / rate
+    issue = tokens / 128 * sum(loop.values()) * 4 / ISSUED / multiprocessors / clock
+    found = (max(memory, tensor) + WAITS * issue) * 1e3
+    parts = f"bytes {memory * 1e3:.2f}, issue {issue * 1e3:.2f}, tensor cores {tensor * 1e3:.2f}"
+    print(f"FlashInfer: {sum(loop.values())} instructions a tile, {found:.2f} ms ({parts}), "
+          f"{FLASHINFER} {found / FLASHINFER - 1:+.0%}")  # fmt: skip
+
+
 def main(
     tutorial_file: Annotated[Path | None, typer.Option("--tutorial", help="Triton's 06-fused-attention.py.")] = None,
     ops_file: Annotated[Path | None, typer.Option("--ops", help="Triton 3.0's ops/flash_attention.py.")] = None,
     vllm_checkout: Annotated[Path | None, typer.Option("--vllm", help="A folder with vLLM's sources.")] = None,
+    flashinfer_folder: Annotated[Path | None, typer.Option("--flashinfer", help="FlashInfer and nvcc.")] = None,
 ) -> None:
     """Compile the kernels, and print predicted and published times."""
-    for predict, path in ((tutorial, tutorial_file), (ops, ops_file), (vllm, vllm_checkout)):
+    given = ((tutorial, tutorial_file), (ops, ops_file), (vllm, vllm_checkout), (flashinfer, flashinfer_folder))
+    for predict, path in given:
         if path:
             predict(path)
 

@@ -99,7 +99,7 @@ class Store:
         key_scale: the keys' scales, float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the values' scales, likewise; None for latent content.
         layout: how a token lies in these arrays.
-        layer: which layer it is, int32 [], where the arrays are those of all layers, [L, blocks, K, n, D]; else None.
+        layer: which layer it is, int32 [], where these arrays are those of all layers, [L, …]; else None.
     """
 
     key: jax.Array
@@ -130,11 +130,8 @@ class Store:
 
     def at_layer(self, layer: ArrayLike) -> Store:
         """One layer of a store with a layer axis: the arrays stay those of all layers."""
-        names = () if self.layout.has_token_scales else ("key_scale", "value_scale")
-        scales: Any = {name: x for name in names if (x := getattr(self, name)) is not None}
-        scales = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False), scales)
-        layer = jnp.asarray(layer, jnp.int32)  # from the last if negative, as for the arrays that are sliced above
-        return dataclasses.replace(self, **scales, layer=jnp.where(layer < 0, layer + self.key.shape[0], layer))
+        layer = jnp.asarray(layer, jnp.int32)  # from the last if negative
+        return dataclasses.replace(self, layer=jnp.where(layer < 0, layer + self.key.shape[0], layer))
 
     def flat_blocks(self) -> dict[str, jax.Array]:
         """The arrays of blocks as they are read, without a layer axis: the blocks of all layers one after the other.
@@ -151,14 +148,14 @@ class Store:
 
     @property
     def given_scales(self) -> dict[str, jax.Array]:
-        """The scales that the cache was created with, by head or tensor."""
+        """The scales that the cache was created with, by head or tensor; of this layer."""
         scales = {"key_scale": self.key_scale, "value_scale": self.value_scale}
-        return {name: x for name, x in scales.items() if x is not None and not self.layout.has_token_scales}
+        return {name: self.own(x) for name, x in scales.items() if x is not None and not self.layout.has_token_scales}
 
     def decoded(self, blocks: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """Some blocks of each array of `_blocks`, [..., K, n, d], as keys and values; float32 with a codec."""
-        layout, scales = self.layout, {"key_scale": self.key_scale, "value_scale": self.value_scale}
-        arrays: dict[str, Any] = scales | blocks
+        layout, without = self.layout, {"key_scale": None, "value_scale": None}
+        arrays: dict[str, Any] = without | self.given_scales | blocks
 
         def as_floats(stored: jax.Array, scale: Any) -> jax.Array:
             x = from_bits(stored, layout.stored_dtype)
@@ -214,12 +211,13 @@ class Store:
     def encoded(self, key: jax.Array, value: jax.Array | None) -> dict[str, jax.Array]:
         """New tokens [B, T, K, d] as stored, [B, K, T, elements], and scales by token, float32 [B, K, T], by array."""
         layout, codec, arrays = self.layout, self.layout.codec, {}
-        for name, x, scale in ("key", key, self.key_scale), ("value", value, self.value_scale):
+        given = self.given_scales
+        for name, x in ("key", key), ("value", value):
             if x is None:
                 continue
             stored = x.swapaxes(1, 2)
             if codec is not None:
-                stored, scales = codec.encode(stored, None if layout.has_token_scales else scale)
+                stored, scales = codec.encode(stored, given.get(f"{name}_scale"))
                 if layout.has_token_scales:
                     arrays[f"{name}_scale"] = scales
             arrays[name] = to_bits(stored)

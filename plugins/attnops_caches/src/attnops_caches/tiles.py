@@ -92,7 +92,10 @@ class StoreLoader(TileLoader):
     def load(self, at: TileAt) -> KeyValue:
         store, layout = self.store, self.store.layout
         D, Dv, W = map(layout.elements, (layout.head_dim, layout.value_head_dim, layout.width))
-        key_scale = self._scale(store.key_scale, at)
+        given = store.given_scales
+        key_scale, value_scale = (
+            self._scale(given.get(f"{name}_scale", getattr(store, f"{name}_scale")), at) for name in ("key", "value")
+        )
         if layout.content == "latent":
             keys, stop = self._operands(self._tile(store.key, 0, D, at), at), layout.value_head_dim
             values = tuple(x[..., : stop - i * D] for i, x in enumerate(keys) if i * D < stop)
@@ -105,8 +108,7 @@ class StoreLoader(TileLoader):
             key, value = layout.key_of(both), layout.value_of(both, None)
         else:
             key, value = self._tile(store.key, 0, D, at), self._tile(store.key, W - Dv, Dv, at)
-        scales = key_scale, self._scale(store.value_scale, at)
-        return KeyValue(self._operands(key, at), self._operands(value, at), *scales)
+        return KeyValue(self._operands(key, at), self._operands(value, at), key_scale, value_scale)
 
     def _tile(self, x: jax.Array, feature: int, d: int, at: TileAt) -> jax.Array:
         """The tile [heads, size, d], features from ``feature`` on, of an array [blocks, K, n, W] or [L, blocks, …]."""

@@ -10,6 +10,7 @@ from typing import Any
 import cuda_compiler
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
@@ -69,6 +70,9 @@ def launches(program: Any, create: Any, batch: int, T: int = 1, **options: Any) 
 
 WINDOW = Causal() & SlidingWindow(1023, 0)
 INT8 = Quantized("int8")
+SCALES = np.full(K, 0.02, np.float32)
+BY_HEAD = {"codec": Quantized("int8", "head"), "key_scale": SCALES, "value_scale": SCALES}
+BY_TENSOR = {"codec": Quantized("int8", "tensor"), "key_scale": SCALES[0], "value_scale": SCALES[0]}
 
 
 # With 8 rows keys are read in splits, which a second kernel merges. Where new lengths depend on old ones by more than
@@ -99,10 +103,12 @@ def test_windows_need_no_more() -> None:
 
 
 # Next to the kernel of a step outside of loops, XLA counts the layers.
-@pytest.mark.parametrize("create", [dense, paged])
-@pytest.mark.parametrize(("T", "codec"), [(1, None), (4, INT8)])
-def test_a_layer_in_a_loop_launches_three_kernels(create: Any, T: int, codec: Quantized | None) -> None:
-    assert launches(over_layers, create, 64, T, layers=3, codec=codec) == {"fusion": 2, "custom-call": 1}
+@pytest.mark.parametrize(
+    ("create", "T", "options"),
+    [(dense, 1, {}), (paged, 4, {"codec": INT8}), (paged, 1, BY_HEAD), (dense, 4, BY_TENSOR)],
+)
+def test_a_layer_in_a_loop_launches_three_kernels(create: Any, T: int, options: dict[str, Any]) -> None:
+    assert launches(over_layers, create, 64, T, layers=3, **options) == {"fusion": 2, "custom-call": 1}
 
 
 def test_a_mask_that_is_no_interval_needs_more() -> None:

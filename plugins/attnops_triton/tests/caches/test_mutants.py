@@ -71,7 +71,7 @@ def full_row() -> Callable[[], None]:
     return check
 
 
-VALUE_FACTOR = "x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k"
+VALUE_FACTOR = "(x.stored.key_scale if options.is_latent else x.stored.value_scale) + program.scale"
 QUICK = {
     "a page is read one too far": (WINDOW, "bk)) // options.page", "bk)) // options.page + 1"),
     "a tile is read from the page of the one before": (WINDOW, "entry = after", "pass"),
@@ -98,8 +98,8 @@ SLOW = {
     "a new token is rounded down": (STEP, "(x + 12582912.0)", "(x - 0.5 + 12582912.0)"),
     "a new token has another head's scale": (
         STEP,
-        "x.stored.key_scale, program.k, options.D",
-        "x.stored.key_scale, 0, 0",
+        "x.stored.key_scale + program.scale, options.D",
+        "x.stored.key_scale, options.D",
     ),
     "a new token is written a slot early": (STEP, "* n.S + slot", "* n.S + slot - 1"),
     "a new token is read before it is written": (STEP, "range(first, stop)", "range(first, first)"),

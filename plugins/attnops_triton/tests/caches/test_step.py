@@ -144,14 +144,22 @@ def test_auto_picks_the_kernel_that_writes(steps: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_of_all_is_written() -> None:
-    pending = paged(layers=3).pending(1).layer(1)
-    operation = OperationRegistry.create("attnops-triton:flash", METADATA)
-    key = normal(0, 4, 1, K, 16)
-    program = jax.jit(lambda q, k, pending: operation.step(q, k, k, pending, mask=Causal())[1])
-    written = program(normal(1, 4, 1, 4, 16), key, pending)
-    expected = pending.write(key, key)
-    np.testing.assert_array_equal(written.cache.store.key, expected.cache.store.key)
+@pytest.mark.parametrize("scales", ["head", "tensor"])
+def test_a_layer_of_all_is_written(scales: str) -> None:
+    given = np.outer([0.01, 0.02, 0.05], np.arange(1, K + 1)).astype(np.float32)  # another size in each layer
+    given = given if scales == "head" else given[:, 0]
+    cache = paged(layers=3, codec=Quantized("int8", scales), key_scale=given, value_scale=given * 1.5)
+    pending = cache.pending(1).layer(1)
+    key, query = normal(0, 4, 1, K, 16), normal(1, 4, 1, 4, 16)
+
+    def step(operation: Any) -> Any:
+        return jax.jit(lambda q, k, pending: operation.step(q, k, k, pending, mask=Causal()))(query, key, pending)
+
+    got, written = step(OperationRegistry.create("attnops-triton:flash", METADATA))
+    expected, after = step(OperationRegistry.create("flash", OperationMetadata(platform="cpu")))
+    np.testing.assert_array_equal(written.cache.store.key, after.cache.store.key)
+    assert np.abs(written.cache.store.key[1]).max() > 0
+    np.testing.assert_allclose(got.attention_outputs, expected.attention_outputs, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ _compiled = jax.jit(one_by_one(_run), static_argnums=0)
 def _store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
     """The arrays of the cache (of all layers, if it has several), the index of the layer, and the table of pages."""
     store = cache.store
-    arrays = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")}
+    arrays = {name: getattr(store, name) for name in ("key", "value", "key_scale", "value_scale")} | store.given_scales
     if cache.is_latent:
         arrays["value_scale"] = arrays["key_scale"]
     arrays["layer"] = jnp.zeros((), jnp.int32) if store.layer is None else store.layer

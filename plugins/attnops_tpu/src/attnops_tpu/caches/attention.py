@@ -99,8 +99,8 @@ def _inputs(
         of_keys = of_keys.replace(mask=without_table(of_keys.mask)[0])
     values = arrays(plan, call, of_keys, cache.batch)
     if plan.scales == "head":
-        scales = store.key_scale, store.value_scale
-        values = values._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales if x is not None))
+        scales = store.given_scales.values()
+        values = values._replace(scales=tuple(jnp.broadcast_to(x, (plan.K,)) for x in scales))
     if of_tiles is None and plan.nq > 1:
         new, of_prompts = None, new
     new_tokens = None if new is None else written(plan, new, store.base, blocks)

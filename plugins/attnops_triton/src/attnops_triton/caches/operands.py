@@ -57,13 +57,15 @@ def _in_32_bits(x: jax.Array) -> jax.Array:
 
 
 def store_arrays(cache: StoredCache) -> dict[str, jax.Array]:
-    """The arrays of the cache, the number of their first block, and the table of pages."""
+    """The arrays of the cache, the numbers of their first block and of the layer, and the table of pages."""
     store = cache.store
     named = {name: getattr(store, name) for name in Tokens._fields}
     found = {name: x for name, x in named.items() if x is not None} | store.flat_blocks()
     # By row, and from its length: so XLA computes it in one kernel with the other numbers of rows. A row without tokens
     # reads no block.
     found["base"] = jnp.where(cache.lengths > 0, jnp.asarray(store.base, jnp.int32), 0)
+    if store.layer is not None and store.given_scales:
+        found["layer"] = jnp.where(cache.lengths > 0, store.layer, 0)
     return found | ({"table": cache.table} if isinstance(cache, PagedCache) else {})
 
 

@@ -20,6 +20,7 @@ class Arrays(NamedTuple):
     q: Any = None
     stored: Tokens = Tokens()
     base: Any = None
+    layer: Any = None  # by row, the layer; None unless there are scales by head or tensor of all layers
     table: Any = None
     mask: tuple[Any, ...] = ()
     dense: tuple[Any, ...] = ()

@@ -9,7 +9,6 @@ import triton.language as tl
 from triton.language.standard import _elementwise_max as largest
 from triton.language.standard import _sum_combine as total
 
-from attnops_triton.caches.kernels.codec import load_factor
 from attnops_triton.caches.kernels.result import output_rows, store_partial, store_result
 from attnops_triton.caches.kernels.scores import allowed, apply_score, load_values, tiles_within
 from attnops_triton.caches.kernels.storage import (
@@ -32,6 +31,7 @@ class Program(NamedTuple):
     row: Any  # the item's row of the cache
     base: Any  # the cache's first block in its arrays, of blocks of all layers
     k: Any  # the kv head
+    scale: Any  # the index of its scale, where scales are by head or tensor
     part: Any  # the tile of query heads
     split: Any
     b: Any  # the batch index for masks and biases
@@ -71,7 +71,7 @@ def attnops_ragged(x, n, options: tl.constexpr):
         masks = load_values(x.mask, program, None, (), n, options, True, False)
     unit = program.k.to(tl.float32) * 0.0
     if options.has_value_factor:
-        unit = load_factor(x.stored.key_scale if options.is_latent else x.stored.value_scale, program.k, options)
+        unit = tl.load((x.stored.key_scale if options.is_latent else x.stored.value_scale) + program.scale)
     acc = ()
     for i in tl.static_range(len(options.values.chunks)):
         acc = acc + (tl.full([options.tiles.rows, options.values.chunks[i].width], 0.0, tl.float32),)
@@ -160,9 +160,13 @@ def locate_program(x, n, options: tl.constexpr):
     # Rows that don't exist have the last query and head: with other indices a function might divide by 0.
     qr = tl.minimum(qi, n.T - 1)
     hr = k * options.G + tl.minimum(hi, options.G - 1)
+    scale = k if options.scales == "head" else 0
+    if x.layer is not None:
+        scale = scale + tl.load(x.layer + row) * (options.K if options.scales == "head" else 1)
     return Program(
-        item, row, tl.load(x.base + row), k, part, split, b, first, stop, full_start, full_stop, place, qr, hr, real
-    )
+        item, row, tl.load(x.base + row), k, scale, part, split, b, first, stop, full_start, full_stop, place, qr, hr,
+        real,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -194,7 +198,7 @@ def load_queries(x, n, program, options: tl.constexpr):
         else:
             q = q + (loaded[i].to(options.operand),)
     if options.has_value_factor:
-        factor = factor * load_factor(x.stored.key_scale, program.k, options)
+        factor = factor * tl.load(x.stored.key_scale + program.scale)
     return q, factor
 
 

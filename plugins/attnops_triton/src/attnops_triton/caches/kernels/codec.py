@@ -99,14 +99,11 @@ def decode(x, upper: tl.constexpr, options: tl.constexpr):
 
 
 @triton.jit
-def load_factor(scales, k, options: tl.constexpr):
-    """The scale of a head, or of all."""
-    return tl.load(scales + k if options.scales == "head" else scales)
+def scale_of(new, scale_at, d: tl.constexpr, options: tl.constexpr):
+    """The scale of a new token of ``d`` features at the pointer ``new``, as of `attnops_caches.Quantized.encode`.
 
-
-@triton.jit
-def scale_of(new, scales, k, d: tl.constexpr, options: tl.constexpr):
-    """The scale of a new token of ``d`` features at the pointer ``new``, as of `attnops_caches.Quantized.encode`."""
+    It is loaded from ``scale_at`` where scales are by head or tensor.
+    """
     if options.by_token:
         column = tl.arange(0, triton.next_power_of_2(d))
         size = tl.abs(tl.load(new + column, mask=column < d, other=0).to(tl.float32))
@@ -116,7 +113,7 @@ def scale_of(new, scales, k, d: tl.constexpr, options: tl.constexpr):
         scale = tl.where(scale < 2.0**-126, 0.0, scale)
         scale = tl.where(is_nan != 0, float("nan"), scale)
     else:
-        scale = load_factor(scales, k, options)
+        scale = tl.load(scale_at)
     return scale
 
 

@@ -32,9 +32,9 @@ def write_tokens(x, n, program, options: tl.constexpr):
         if x.new.value is not None:
             value = x.new.value + source * options.Dv
         if options.scales != "":
-            by_key = scale_of(key, x.stored.key_scale, program.k, options.D, options)
+            by_key = scale_of(key, x.stored.key_scale + program.scale, options.D, options)
             if value is not None:
-                by_value = scale_of(value, x.stored.value_scale, program.k, options.Dv, options)
+                by_value = scale_of(value, x.stored.value_scale + program.scale, options.Dv, options)
         if options.is_joined:
             write_features(
                 x.written.key, at, options.keys.width, key, by_key, options.D, value, by_value, options.Dv, options

@@ -93,7 +93,8 @@ def test_other_checks(T: int, check: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("T", [3, 20])
+@pytest.mark.parametrize("T", [20, 3])
+@pytest.mark.tier(every=2)
 def test_padding_has_the_output_0_where_a_state_is_infinite(T: int) -> None:
     (query, key, value), options = problem(T, B=1, K=1, H=1)(np.random.default_rng(0))
     arrays = {"query": query, "key": key, "value": value, **options}

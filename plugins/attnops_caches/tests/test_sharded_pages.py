@@ -102,6 +102,8 @@ def test_every_device_has_a_part_of_each_page() -> None:
     placed, single = pair(mesh_of(2, 4), codec=Quantized("int8"))
     assert placed.store.key.addressable_shards[0].data.shape == (12, K, PAGE // 4, 2 * D)
     check_contents(placed, single)
+    for x, y in zip(placed.positions(), single.read()[2:], strict=True):  # in the order of `read`
+        np.testing.assert_array_equal(x, y)
     used = [np.asarray(x.data != 0).any((1, 3)).sum() for x in placed.store.key.addressable_shards]
     assert min(used) >= max(used) / 2 - 2  # tokens of a row, on each of its devices
 

@@ -165,7 +165,7 @@ class Cache(Source):
 
         Raises:
             ValueError: another shape or dtype; lengths or rows that are known not to fit the tokens; both of them.
-            UnsupportedError: packed rows on a mesh that shards the context.
+            UnsupportedError: in a `jax.shard_map` over mesh axes that shard the context.
         """
         self.check_layer()
         keys, values = self.tokens(key, value, rows)
@@ -307,6 +307,10 @@ class Cache(Source):
     def positions(self) -> tuple[jax.Array, jax.Array]:
         """The position of each slot, int32 [B, S], and whether it holds a token, bool [B, S]; as in `read`."""
         return self.slots().arrays()
+
+    def positions_by_device(self) -> tuple[jax.Array, jax.Array]:
+        """`positions`, all slots of the first device that shards a row's slots, then those of the next."""
+        return self.positions()
 
     def _slots(self, base: jax.Array | None = None, newest: jax.Array | None = None) -> Slots:
         """`slots` where the token of index i has the number ``i - base``; None for 0."""

@@ -216,13 +216,12 @@ class PagedCache(StoredCache):
         start, stop = (x // p * n + jnp.clip(x % p - first, 0, n) for x in (slots.start, slots.stop))
         return dataclasses.replace(slots, shift=slots.shift + first, start=start, stop=stop, between=p - n)
 
-    def positions(self) -> tuple[jax.Array, jax.Array]:
+    def positions_by_device(self) -> tuple[jax.Array, jax.Array]:
         placement = self.active_placement
         if placement is None or placement.slots is None:
-            return super().positions()
-        # In the order of devices: all slots of the first, then those of the next.
+            return self.positions()
         shape = self.batch, self.max_pages, placement.shards(placement.slots), -1
-        position, held = (whole(x).reshape(shape).swapaxes(1, 2).reshape(x.shape) for x in self.slots().arrays())
+        position, held = (whole(x).reshape(shape).swapaxes(1, 2).reshape(x.shape) for x in self.positions())
         by_slot = PartitionSpec(placement.batch, placement.slots)
         return placed(position, by_slot, placement.mesh), placed(held, by_slot, placement.mesh)
 

@@ -68,8 +68,8 @@ class ScorePositions:
 
     @functools.cached_property
     def arrays(self) -> tuple[jax.Array, jax.Array]:
-        """The position of each slot int32 [B, S], and whether it is held, bool [B, S]."""
-        position, held = self.cache.positions()
+        """The position of each slot int32 [B, S], and whether it is held, bool [B, S]; by device."""
+        position, held = self.cache.positions_by_device()
         return (whole(position), whole(held)) if self.is_packed else (position, held)
 
     @property

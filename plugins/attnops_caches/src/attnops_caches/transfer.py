@@ -95,8 +95,8 @@ class CacheRows:
         """The rows in the format of safetensors. Waits for the arrays, and copies them to the host.
 
         Args:
-            multiple: n becomes as many slots as the longest row needs, or the next multiple of this: few n are few
-                programs where the rows are put.
+            multiple: n becomes as many slots as the longest row needs, or the next multiple of this, but no more than
+                it is: few n are few programs where the rows are put.
 
         Raises:
             ModuleNotFoundError: safetensors is not installed.

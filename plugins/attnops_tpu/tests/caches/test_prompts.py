@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-from attnops_caches import NewTokens
+from attnops import OperationMetadata, OperationRegistry
+from attnops.masks import Causal
+from attnops_caches import NewTokens, Quantized, WindowCache
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.prompts import chunk_of, most_chunks, prompts, sizes
+from attnops_tpu.caches.reader import TPUCacheReader
+from attnops_tpu.generations import target
 
 
 @pytest.mark.parametrize(
@@ -64,3 +69,20 @@ def test_chunks_have_each_new_token_once(name: str, cache_plan: Callable[..., Ca
             at = int(blocks[row, page]) + base, int(slot % (8 if plan.is_paged else plan.S))
             wanted[at] = token + 1
     assert written == wanted
+
+
+@pytest.mark.slow
+def test_a_prompt_that_may_begin_and_end_in_one_chunk_of_a_ring_is_refused() -> None:
+    """Two features of int4 are one byte, so that chunks have 128 slots."""
+    scales = dict.fromkeys(("key_scale", "value_scale"), [1.0] * 8)
+    create = functools.partial(WindowCache.create, batch=1, window=117, max_append=140, kv_heads=8, head_dim=256)
+    cache = jax.eval_shape(lambda: create(codec=Quantized("int4", "head"), **scales))
+    metadata = OperationMetadata(platform="tpu", interpret=True, block_q=64)
+    operation: Any = OperationRegistry.create("attnops-tpu:flash", metadata)
+    found = []
+    for T in (129, 130):
+        with target("v6e"):
+            request = operation.request(jax.ShapeDtypeStruct((1, T, 8, 256), cache.dtype), cache, mask=Causal())
+            found.append([str(x) for x in TPUCacheReader().not_written(operation, request)])
+    assert found[0] == []
+    assert "may begin and end in the same 128 slots" in found[1][0]

@@ -124,9 +124,9 @@ def test_tokens_that_lie_in_any_way(make: Any, T: int, mask: Mask | None, length
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "T", "lengths", "real"),
-    [(paged, 20, [15, 8, 0, 40], [20, 20, 20, 5]), (dense, 30, [0, 17, 0, 40], [30, 9, 0, 17]),
-     (ring, 14, [44, 4, 0, 90], [14, 3, 0, 14])],
-    ids=lambda x: getattr(x, "__name__", repr(x)),
+    [(functools.partial(paged, codec=Quantized("int8")), 20, [15, 8, 0, 40], [20, 20, 20, 5]),
+     (dense, 30, [0, 17, 0, 40], [30, 9, 0, 17]), (ring, 14, [44, 4, 0, 90], [14, 3, 0, 14])],
+    ids=["paged", "dense", "ring"],
 )  # fmt: skip
 @pytest.mark.tier(every=3)
 def test_several_tiles_of_queries_a_row(make: Any, T: int, lengths: list[int], real: list[int]) -> None:

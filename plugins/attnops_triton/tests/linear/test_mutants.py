@@ -86,7 +86,7 @@ MISTAKES = {
     "a head reads another one's state": (
         "chunks", "load_state(x.initial, program, first", "load_state(x.initial, program._replace(state=0), first"
     ),
-    "the scale is left out": ("chunks", "(output * options.scale)", "(output)"),
+    "the scale is left out": ("chunks", "output * options.scale", "output"),
     "a step does not decay": ("tokens", "0.0, state * kept)", "0.0, state)"),
     "a step keeps the state of another segment": ("tokens", "begins = flags == 1", "pass"),
     "a step does not update": ("tokens", "state = state + key[:, None] * update\n", "pass\n"),

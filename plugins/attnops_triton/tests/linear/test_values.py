@@ -93,6 +93,20 @@ def test_other_checks(T: int, check: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("T", [20, 3])
+@pytest.mark.tier(every=2)
+def test_padding_has_the_output_0_where_a_state_is_infinite(T: int) -> None:
+    (query, key, value), options = problem(T, B=1, K=1, H=1)(np.random.default_rng(0))
+    arrays = {"query": query, "key": key, "value": value, **options}
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    arrays["initial_state"] = arrays["initial_state"].at[0, 0, 0].set(jnp.inf)
+    is_token = np.arange(T)[None] % 2 == 0
+    operation = TritonLinearAttention(OperationMetadata(platform="cuda", interpret=True))
+    found = jax.jit(lambda x: operation(**x, mask=attnops.masks.KeyPadding(is_token)).attention_outputs)(arrays)
+    assert not np.asarray(found)[~is_token].any()
+
+
+@pytest.mark.slow
 def test_mixed_dtypes() -> None:
     (query, key, value), options = problem(20, B=1, K=1, H=1)(np.random.default_rng(0))
     arrays = {"key": key, "value": value, **options}

@@ -40,7 +40,9 @@ def run_in_batches(
         by_batch.append(results)
     out = jnp.concatenate([results.out for results in by_batch])
     lse = [results.lse for results in by_batch if results.lse is not None]
-    return KernelResults(out, jnp.concatenate(lse) if lse else None, by_batch[-1].sources)
+    # Calls after the first may write nothing, and then return no sources.
+    written = inputs.sources if by_batch[0].sources else ()
+    return KernelResults(out, jnp.concatenate(lse) if lse else None, written)
 
 
 @dataclasses.dataclass(frozen=True)

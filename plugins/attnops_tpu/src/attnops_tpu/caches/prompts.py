@@ -50,8 +50,13 @@ class Sizes(NamedTuple):
     buffers: int  # chunks that are being transferred
 
 
+def bytes_of_token(K: int, elements: Sequence[int], itemsize: int, scales: int) -> int:
+    """Bytes of a token as vector memory holds it, of K heads: arrays of so many elements per head, and scales."""
+    return K * (sum(-(-n // LANES) * LANES for n in elements) * itemsize + 4 * scales)
+
+
 def chunk_of(unit: int, group: int, token_bytes: int) -> int:
-    """Slots per chunk: a unit, or a part of it that is whole groups; ``token_bytes``: of all heads."""
+    """Slots per chunk: a unit, or a part of it that is whole groups; ``token_bytes``: see `bytes_of_token`."""
     chunk = unit
     while chunk * token_bytes > _CHUNK and chunk % (2 * group) == 0:
         chunk //= 2
@@ -68,8 +73,8 @@ def sizes(plan: CachePlan, arrays: Sequence[jax.Array]) -> Sizes:
     groups = tuple(
         group_of(i >= plan.token_arrays, x.dtype.itemsize, plan.unit, plan.sublanes) for i, x in enumerate(arrays)
     )
-    widths = [-(-x.shape[3] // LANES) * LANES if x.ndim == 4 else 1 for x in arrays]
-    token_bytes = plan.K * sum(n * x.dtype.itemsize for n, x in zip(widths, arrays, strict=True))
+    elements = [x.shape[3] for x in arrays[: plan.token_arrays]]
+    token_bytes = bytes_of_token(plan.K, elements, arrays[0].dtype.itemsize, len(arrays) - plan.token_arrays)
     chunk = chunk_of(plan.unit, max(groups), token_bytes)
     return Sizes(chunk, groups, min(max(_PENDING // (chunk * token_bytes), 4), 16))
 

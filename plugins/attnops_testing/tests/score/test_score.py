@@ -17,8 +17,8 @@ from attnops_testing.score.process import run
 from attnops_testing.score.report import find_repros, markdown
 
 PAGE = Path(__file__).parents[4] / "docs" / "scoreboard.md"
-# Right but for the scale, which it ignores; that dies in calls with sinks, never returns in calls with a soft cap, and
-# refuses biases.
+# Right but for the scale, which it ignores if it is positive; that dies in calls with sinks, never returns in calls
+# with a soft cap, and refuses biases.
 PLANTED = '''
 """A planted library."""
 # /// script
@@ -32,6 +32,7 @@ from worker import Refused
 FRAMEWORK, PACKAGE, GRADIENTS = "numpy", "numpy", False
 LINK = "https://numpy.org"
 CONVENTIONS = {"rows that see no key are NaN": "“NaN”"}
+NOT_RUN = {"no device": "it needs a device"}
 
 def attend(q, k, v, *, causal=False, mask=None, bias=None, soft_cap=None, sinks=None, scale=None, lse=False):
     if sinks is not None:
@@ -40,6 +41,8 @@ def attend(q, k, v, *, causal=False, mask=None, bias=None, soft_cap=None, sinks=
         time.sleep(1)
     if bias is not None:
         raise Refused("no biases")
+    if scale is not None and scale < 0:
+        return {}["no device"]
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     scores = np.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
@@ -55,6 +58,7 @@ def attend(q, k, v, *, causal=False, mask=None, bias=None, soft_cap=None, sinks=
 # What becomes of each case of the planted library; the others are right.
 VERDICTS = {
     "scale": (Verdict.WRONG, "out["),
+    "negative scale": (Verdict.NOT_RUN, "it needs a device"),
     "causal, T < S": (Verdict.OPEN, "aligned top left"),
     "rows that see no key": (Verdict.CONVENTION, "rows that see no key are NaN"),
     "no keys (S = 0)": (Verdict.CRASH, "KeyError: 'no keys'"),
@@ -135,6 +139,9 @@ def test_dropout_is_right_if_each_weight_is_dropped_or_divided() -> None:
     assert judge(case, done, {"out": np.where(keep, weights / 0.7, 0)}).verdict is Verdict.RIGHT
     assert "no weight is dropped" in judge(case, done, {"out": weights}).detail
     assert judge(case, done, {"out": np.where(keep, weights, 0)}).verdict is Verdict.WRONG
+    left_out = np.where(keep, weights, 0)
+    left_out /= left_out.sum(-1, keepdims=True)
+    assert "dropped before the softmax" in judge(case, done, {"out": left_out}).detail
     few = np.random.default_rng(0).random(weights.shape) < 0.95
     assert "of the weights are dropped" in judge(case, done, {"out": np.where(few, weights / 0.7, 0)}).detail
 
@@ -168,7 +175,12 @@ def test_nan_is_a_convention_where_a_case_names_it_and_other_numbers_never_are()
         assert judge(case, done, right | {"out": right["out"] + 9}).verdict is Verdict.WRONG
 
 
-def test_a_logsumexp_without_a_gradient_is_a_convention_and_a_wrong_one_is_wrong() -> None:
+def test_a_bias_or_a_logsumexp_without_a_gradient_is_a_convention_and_a_wrong_one_is_wrong() -> None:
+    case = case_of("bias [1, 1, 1, S]")
+    exact = {x: exact for x, (exact, _) in case.truth()[0].items()}
+    cut = exact | {"gradient of bias": 0 * exact["gradient of bias"]}
+    assert judge(case, {"ending": "done"}, cut) == Row(Verdict.OPEN, "no gradient flows to the bias")
+    assert judge(case, {"ending": "done"}, cut | {"out": cut["out"] + 1}).verdict is Verdict.WRONG
     case = case_of("logsumexp")
     truth, conventions = case.truth()
     name = "no gradient flows through the logsumexp"

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attnops_tpu.interpreter import interpret_params
+from attnops_tpu.interpreter import for_a_tpu, interpret_params
 
 if TYPE_CHECKING:
     from attnops.typing import DType, PyTree
@@ -123,8 +123,9 @@ def call_kernel(
         name=name,
     )  # fmt: skip
     # Kernels and index maps have numbers of 32 bits, even where x64 is on: Mosaic has no others.
+    arrays = [*(x.array for x in scalars), *(x.over if isinstance(x, Output) else x.array for x in inputs)]
     with jax.enable_x64(False):
-        return call(*(x.array for x in scalars), *(x.over if isinstance(x, Output) else x.array for x in inputs))
+        return call(*arrays[:-1], arrays[-1] if interpret else for_a_tpu(arrays[-1]))
 
 
 def needed(refs: PyTree, sublanes: int = 8) -> int:

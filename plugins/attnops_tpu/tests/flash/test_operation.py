@@ -51,6 +51,24 @@ def test_exported_from_a_host_without_a_tpu() -> None:
     assert "attnops_flash_backward" in module
 
 
+REFUSED = "\"tpu\" was asked for, but the devices are 'cpu': .* leave platform out"
+
+
+def test_a_program_for_a_host_without_a_tpu_is_refused_with_what_to_do() -> None:
+    x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.bfloat16)
+    traced = jax.jit(make()).trace(x, x, x)
+    assert "attnops_flash_forward" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        traced.lower()
+
+
+@pytest.mark.slow
+def test_a_call_outside_of_jit_on_a_host_without_a_tpu_is_refused() -> None:
+    x = jnp.zeros((1, 128, 1, 128), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match=REFUSED):
+        make()(x, x, x)
+
+
 @pytest.mark.slow
 def test_importing_imports_no_pallas() -> None:
     code = "import attnops_tpu, sys; sys.exit('jax.experimental.pallas' in sys.modules)"

@@ -211,6 +211,9 @@ def _case(
                 for m in (visible, *(others or {}).values())
             ]
         conventions = dict(zip(others or {}, more, strict=True))
+        if "gradient of bias" in found:
+            zero = np.zeros(drawn["bias"].shape), 0.0
+            conventions["no gradient flows to the bias"] = found | {"gradient of bias": zero}
         if "lse" in given:
             cut = exact | {"d_lse": np.zeros_like(exact["d_lse"])}
             conventions["no gradient flows through the logsumexp"] = _expected(cut, cast, known, True, kind)

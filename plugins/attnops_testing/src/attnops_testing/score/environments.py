@@ -23,7 +23,8 @@ class Library:
     Attributes:
         name: the name of the adapter's file.
         path: the adapter.
-        requirements: what pip installs, from the inline metadata of scripts (PEP 723) in the adapter.
+        requirements: what pip installs, from the inline metadata of scripts (PEP 723) in the adapter; its constant
+            ``ALONE`` lists what is installed in addition, without what that requires.
         declared: the adapter's constants.
         about: the adapter's docstring.
     """
@@ -39,6 +40,11 @@ class Library:
         """The plain problem that it serves."""
         return Size(**self.declared.get("SIZE", {}))
 
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """What is installed without what it requires."""
+        return tuple(self.declared.get("ALONE", ()))
+
     def environment(self, folder: Path, python: str) -> Path:
         """The Python of its environment, which is made if it is not there.
 
@@ -49,14 +55,15 @@ class Library:
         Raises:
             subprocess.CalledProcessError: the environment can't be made; `stderr` has pip's message.
         """
-        key = hashlib.sha256(repr((self.requirements, python)).encode()).hexdigest()[:12]
+        key = hashlib.sha256(repr(((*self.requirements, *self.alone), python)).encode()).hexdigest()[:12]
         made = folder / key
         ready = made / "ready"
         if not ready.exists():
             pip = [str(made / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile"]
-            for command in [[python, "-m", "venv", "--clear", str(made)], [*pip, "numpy", *self.requirements]]:
+            commands = [[python, "-m", "venv", "--clear", str(made)], [*pip, "numpy", *self.requirements]]
+            for command in [*commands, *([*pip, "--no-deps", x] for x in self.alone)]:
                 subprocess.run(command, check=True, capture_output=True, text=True)
-            ready.write_text("\n".join(self.requirements))
+            ready.write_text("\n".join((*self.requirements, *self.alone)))
         return made / "bin" / "python"
 
 

@@ -62,7 +62,7 @@ def judge(case: Case, ending: dict[str, Any], results: dict[str, Array], documen
     if case.kind == "refusal":
         return Row(Verdict.WRONG, "it computes something and says nothing")
     if case.kind == "dropout":
-        return _judge_dropout(case, results)
+        return _judge_dropout(case, results, documented)
     truth, conventions = case.truth()
     different = _differs(case, truth, results)
     if not different:
@@ -125,7 +125,7 @@ def _empty_rows(case: Case, out: Array) -> str:
     return "the mean of all values" if np.allclose(rows, mean[~case.seen], atol=1e-2) else "other numbers"
 
 
-def _judge_dropout(case: Case, results: dict[str, Array]) -> Row:
+def _judge_dropout(case: Case, results: dict[str, Array], documented: Collection[str]) -> Row:
     """Each weight, which values that are a unit matrix show, is dropped or divided by the probability to keep it."""
     prob, weights = case.options["dropout"], case.truth()[0]["out"][0]
     keep = (results["out"] != 0).swapaxes(1, 2)
@@ -136,10 +136,16 @@ def _judge_dropout(case: Case, results: dict[str, Array]) -> Row:
         return Row(Verdict.WRONG, f"{1 - keep.mean():.2f} of the weights are dropped, with a probability of {prob}")
     arrays = case.arrays
     qkv = [arrays[name] for name in ("query", "key", "value")]
-    options = {"keep": keep, "dropout_prob": prob}
-    found = {"out": oracle.attention(*qkv, **options).out}
-    gradients = oracle.attention_gradients(*qkv, d_out=arrays["d_out"], **options).values
-    found |= {f"gradient of {name}": x for name, x in gradients.items()}
     eps = 1e-2 if case.dtype != "float32" else 1e-5
-    different = _differs(case, {name: (x, eps * float(np.abs(x).max())) for name, x in found.items()}, results)
-    return Row(Verdict.WRONG, different) if different else Row(Verdict.RIGHT)
+
+    def differs(**options: Any) -> str:
+        found = {"out": oracle.attention(*qkv, **options).out}
+        gradients = oracle.attention_gradients(*qkv, d_out=arrays["d_out"], **options).values
+        found |= {f"gradient of {name}": x for name, x in gradients.items()}
+        return _differs(case, {name: (x, eps * float(np.abs(x).max())) for name, x in found.items()}, results)
+
+    if not (different := differs(keep=keep, dropout_prob=prob)):
+        return Row(Verdict.RIGHT)
+    if not differs(mask=keep):
+        return _convention("keys are dropped before the softmax, whose other weights sum to 1", documented)
+    return Row(Verdict.WRONG, different)

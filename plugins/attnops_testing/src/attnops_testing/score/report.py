@@ -15,7 +15,7 @@ from attnops_testing.score.judge import FAULTS, Verdict
 MARKS: Final = {
     Verdict.RIGHT: "✓", Verdict.FORWARD: "✓ᶠ",
     Verdict.CONVENTION: "≈", Verdict.OPEN: "?", Verdict.REFUSED: "–",
-    Verdict.CRASH: "**crash**", Verdict.NAN: "**NaN**", Verdict.WRONG: "**wrong**", Verdict.NOT_RUN: "",
+    Verdict.CRASH: "**crash**", Verdict.NAN: "**NaN**", Verdict.WRONG: "**wrong**", Verdict.NOT_RUN: "·",
 }  # fmt: skip
 # More cases with one reason are counted, not listed.
 _LISTED: Final = 12
@@ -35,13 +35,15 @@ dtype, and 2 ulp. Other devices, versions and implementations of these libraries
 | ≈ | another convention than attnops', which the library documents |
 | ? | another convention than attnops', on which the library's documentation is silent; not a fault |
 | – | refused: the library raises an error, or has no argument for it |
-| **NaN** | wrong in silence: NaN where the library's documentation defines the answer |
+| · | not run: Pallas's interpreter, in which kernels for TPUs run on a CPU, fails, which is not the library's fault |
+| **NaN** | wrong in silence: NaN where the library's documentation, or another result of it, defines the answer |
 | **wrong** | wrong in silence: other numbers, or no error where the documentation's own code raises one |
 | **crash** | an error of Python's internals (KeyError, AttributeError, …), a dead process, or no end |
 
 Attention over no key has no defined output. What a library gives for such rows is a convention; their cotangents are
 zero. "Right" and "undocumented" are relative to attnops' contract, which other libraries never promised. Each fault,
 and some undocumented conventions, have a script below that shows them without attnops.
+Kernels for TPUs run in Pallas's interpreter, which shows what they compute, not what a device's compiler makes of them.
 attnops' own operations are checked by its conformance suite (`attnops check`).
 """
 
@@ -63,7 +65,7 @@ def markdown(records: Mapping[str, dict[str, Any]], known: Mapping[str, Library]
         cells = (MARKS[Verdict(records[x]["rows"].get(case, ["not run"])[0])] for x in names)
         lines.append(f"| {case} | {' | '.join(cells)} |")
     counts = {x: Counter(row[0] for row in records[x]["rows"].values()) for x in names}
-    for verdict in (Verdict.RIGHT, Verdict.FORWARD, Verdict.CONVENTION, Verdict.OPEN, Verdict.REFUSED, *FAULTS):
+    for verdict in Verdict:
         lines.append(f"| *{verdict}* | {' | '.join(str(counts[x][verdict]) for x in names)} |")
     scripts = find_repros(repros)
     for name in names:
@@ -75,13 +77,17 @@ def _library(record: dict[str, Any], library: Library, scripts: dict[tuple[str, 
     yield f"## {library.name}"
     yield ""
     yield f"{library.about} Version {record['version']}, {record['date']}. [Documentation]({library.declared['LINK']})."
-    yield f"Installed: `{', '.join(library.requirements)}`."
+    alone = "".join(f", {x} without what it requires" for x in library.alone)
+    yield f"Installed: `{', '.join(library.requirements)}`{alone}."
     rows = {case: (Verdict(verdict), detail) for case, (verdict, detail) in record["rows"].items()}
-    faults = {case: row for case, row in rows.items() if row[0] in FAULTS}
-    for case, (verdict, detail) in faults.items():
-        script = scripts.get((library.name, case))
-        where = f"[{script}]({link}/{script})" if script else "no script yet"
-        yield f"{'' if case != next(iter(faults)) else chr(10)}- **{case}: {verdict}.** `{_plain(detail)}` {where}"
+    faults: defaultdict[tuple[Verdict, str], list[str]] = defaultdict(list)
+    for case, row in rows.items():
+        if row[0] in FAULTS:
+            faults[row].append(case)
+    for i, ((verdict, detail), found) in enumerate(faults.items()):
+        names = dict.fromkeys(scripts.get((library.name, case), "") for case in found)
+        where = " ".join(f"[{script}]({link}/{script})" if script else "no script yet" for script in names)
+        yield f"{'' if i else chr(10)}- **{'; '.join(found)}: {verdict}.** `{_plain(detail)}` {where}"
     for kind, title in (
         (Verdict.CONVENTION, "Documented conventions"),
         (Verdict.OPEN, "Undocumented conventions"),
@@ -105,11 +111,15 @@ def _library(record: dict[str, Any], library: Library, scripts: dict[tuple[str, 
 
 
 def find_repros(folder: Path) -> dict[tuple[str, str], str]:
-    """The script of each fault or convention, by library and case: scripts have lines ``# shows: LIBRARY: CASE``."""
+    """The script of each fault or convention, by library and case.
+
+    Scripts have lines ``# shows: LIBRARY: CASE; CASE; …``.
+    """
     return {
         (library, case): path.name
         for path in sorted(folder.glob("*.py"))
-        for library, case in re.findall(r"^# shows: ([a-z0-9_]+): (.*)$", path.read_text(), re.MULTILINE)
+        for library, cases_shown in re.findall(r"^# shows: ([a-z0-9_]+): (.*)$", path.read_text(), re.MULTILINE)
+        for case in cases_shown.split("; ")
     }
 
 

@@ -49,6 +49,8 @@ class Adapter:
         self.package: str = module.PACKAGE
         self.gradients: bool = getattr(module, "GRADIENTS", True)
         self.refuses: dict[str, str] = getattr(module, "REFUSES", {})
+        # By a text in errors that are not the library's, why a case is not run.
+        self.not_run: dict[str, str] = getattr(module, "NOT_RUN", {})
         self._parameters = inspect.signature(module.attend).parameters
 
     def check(self, case: Named) -> None:
@@ -173,13 +175,17 @@ def run(adapter: Adapter, case: Named, arrays: Named) -> tuple[Named, Named]:
     except Refused as error:
         return {}, {"ending": "refused", "message": str(error)}
     except Exception as error:
+        for text, reason in adapter.not_run.items():
+            if text in str(error):
+                return {}, {"ending": "not run", "message": reason}
         return {}, {"ending": "raised"} | _describe(error)
 
 
 def _describe(error: Exception) -> Named:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno}"
-    return {"type": type(error).__name__, "message": (str(error) or frame.line or "")[:2000], "place": place}
+    message = (str(error) or frame.line or "").replace(f"{Path(__file__).parents[2]}/", "")
+    return {"type": type(error).__name__, "message": message[:2000], "place": place}
 
 
 def main(path: str, folder: Path, names: list[str]) -> None:

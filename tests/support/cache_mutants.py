@@ -246,7 +246,7 @@ MUTANTS = {
 TILES = "tiles:StoreLoader."
 IN_PLACE = {
     "values are dequantised with the keys' scales": Mutant(
-        TILES + "load", "key_scale, self._scale(store.value_scale, at)", "key_scale, key_scale", "int8 by token_head"
+        TILES + "load", "at), key_scale, value_scale)", "at), key_scale, key_scale)", "int8 by token_head"
     ),
     "scales are the first head's": Mutant(
         TILES + "_scale", "(at.heads,))[:, None]", "(at.heads,))[:1, None]", "int8 by head"

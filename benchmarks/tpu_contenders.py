@@ -296,8 +296,8 @@ def bundles_per_head(job: KernelJob, regions: Regions) -> dict[str, float]:
     total: dict[str, float] = {}
     for steps, padding, trips in calls:
         if sum(not region.is_copy for region in regions.skipped) == len(trips) - 1:
-            # At a head dim of 64 this region is so short that each step counts it.
-            trips = [trip for trip in trips if trip[0] != "write"]
+            # This region is so short that each step counts it: "write" at a head dim of 64, "empty rows" of blocks.
+            trips = [trip for trip in trips if trip[0] not in ("write", "empty rows")]
         rows = max((runs for name, runs, _ in trips if name in ("init", "write", "finish")), default=0.0)
         trips = _with_copies(regions, steps, rows, trips)
         parts = regions.total(steps - padding, trips) | {"padding": padding * regions.step}

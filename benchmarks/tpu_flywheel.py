@@ -23,6 +23,8 @@ DOCUMENT: Final = 1024
 FOLD: Final = {"v6e": 2}
 # Keys before a query that windows show.
 LEFT: Final = {"window": 1023, "wide window": 4095}
+# Devices as flywheel's tables name them.
+_NAMES: Final = {"v5e": "TPU v5", "v5p": "TPU v5", "v6e": "TPU v6", "tpu7x": "TPU v7"}
 # Bodies are longer, and other regions shorter.
 _BODY: Final = 1000
 
@@ -42,6 +44,7 @@ class Outline(NamedTuple):
 def pretend(generation: str) -> None:
     """Make Pallas and flywheel, which ask the device for its generation, get this one."""
     import jax
+    from flywheel_tpu import tuned_block_sizes
     from jax._src import tpu_info
 
     chips = tpu_info.ChipVersion
@@ -49,6 +52,7 @@ def pretend(generation: str) -> None:
     info = tpu_info.get_tpu_info_for_chip(chip, 1)
     tpu_info.registry["cpu"] = lambda: info
     jax.default_backend = lambda *_: "tpu"  # by which flywheel knows how much vector memory there is
+    tuned_block_sizes.get_device_name = lambda *_: _NAMES[generation]  # of its tables, by which it folds heads
 
 
 def _tiles(blocks: Sequence[int], mask: str, T: int) -> Any:

@@ -103,7 +103,7 @@ parity: $(VENV)/.parity  ## models of transformers compute with attnops what the
 ENGINES ?= vllm sglang
 .PRECIOUS: .venv-%/.created
 .venv-%/.created: tests/engines/%/requirements.txt
-	python3.12 -m venv $(@D)
+	python3.12 -m venv --clear $(@D)  # a second patch of the same files would fail
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(EDITABLE) . \
 		-e plugins/attnops_caches -e plugins/attnops_linear -e plugins/attnops_tpu -e plugins/attnops_$*

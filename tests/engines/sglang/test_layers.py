@@ -63,7 +63,8 @@ def through_the_engine(parts: list[Batch], mesh: Mesh, scores: Scores, sinks: An
     of_tokens = NamedSharding(mesh, PartitionSpec("data", "tensor", None))
     arrays = [jax.device_put(x, of_tokens) for x in (joined.query, joined.key, joined.value)]
     if sinks is not None:
-        sinks = jax.device_put(sinks.astype(jnp.float32), NamedSharding(mesh, PartitionSpec("tensor")))
+        sinks = sinks.astype(jnp.float32) if sinks.dtype == jnp.float64 else sinks
+        sinks = jax.device_put(sinks, NamedSharding(mesh, PartitionSpec("tensor")))
     with jax.set_mesh(mesh):
         run = jax.jit(
             lambda pool, backend, q, k, v: backend(q, k, v, layer, None, pool, attention_sink=sinks), donate_argnums=0
@@ -110,15 +111,39 @@ def test_float8_pages_hold_rounded_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "width", "words"),
     [
-        ("xai_temperature_len", 1024, r"xai_temperature_len=1024: scales queries by position"),
-        ("v_head_dim", 32, r"v_head_dim=32: must be head_dim=64"),
+        ("xai_temperature_len", 1024, 64, r"xai_temperature_len=1024: scales queries by position"),
+        ("v_head_dim", 32, 32, r"v_head_dim=32: must be head_dim=64, or the model pads"),
     ],
 )
-def test_layers_that_are_not_served_are_refused(name: str, value: Any, words: str) -> None:
+def test_layers_that_are_not_served_are_refused(name: str, value: Any, width: int, words: str) -> None:
+    given = batch()
+    given = dataclasses.replace(given, value=given.value[..., :width])
     with pytest.raises(UnsupportedError, match=words):
-        through_the_engine([batch()], mesh_of(1, 1), Scores(scale=0.3), **{name: value})
+        through_the_engine([given], mesh_of(1, 1), Scores(scale=0.3), **{name: value})
+
+
+def test_a_layer_of_mimo_v2() -> None:
+    """Its values are padded to the width of keys, its sinks have the model's dtype; a window of -1 is none."""
+    with jax.enable_x64(True):
+        given, scores, sinks = problem("bfloat16, one kv head")
+    given = dataclasses.replace(given, value=given.value.at[..., 32:].set(0))
+    scores, sinks = dataclasses.replace(scores, window=None), jnp.linspace(-1, 2, 4, dtype=jnp.bfloat16)
+    options = {"v_head_dim": 32, "sliding_window_size": -1}
+    out, pages = through_the_engine([given], mesh_of(1, 1), scores, sinks, **options)
+    with jax.enable_x64(True):
+        check(given, scores, sinks, out, pages)
+
+
+def test_pages_in_bfloat16_of_a_model_in_float32() -> None:
+    """--kv-cache-dtype bf16: keys and values are rounded, and queries are not."""
+    with jax.enable_x64(True):
+        given, scores, sinks = problem("bfloat16, one kv head")
+    given = dataclasses.replace(given, query=batch(K=1).query)
+    out, pages = through_the_engine([given], mesh_of(1, 1), scores, sinks)
+    with jax.enable_x64(True):
+        check(given, scores, sinks, out, pages)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +152,9 @@ def test_layers_that_are_not_served_are_refused(name: str, value: Any, words: st
         ({"use_mla_backend": True}, r"has latent attention \(MLA\)"),
         ({"speculative_algorithm": "EAGLE"}, r"speculative_algorithm=EAGLE"),
         ({"disaggregation_mode": "prefill"}, r"disaggregation_mode=prefill: moves pages"),
-        ({"hicache_storage": "file"}, r"hicache_storage=file: moves pages"),
+        ({"pd_disaggregation": "pathways"}, r"pd_disaggregation=pathways: moves pages"),
+        ({"hicache_storage": "none"}, r"hicache_storage=none: moves pages"),
+        ({"dtype": jnp.float64}, r"kv_cache_dtype=float64: must be one of"),
     ],
 )
 def test_engines_that_are_not_served_are_refused_at_start(change: dict[str, Any], words: str) -> None:
@@ -135,11 +162,17 @@ def test_engines_that_are_not_served_are_refused_at_start(change: dict[str, Any]
         "model_path": "m",
         "speculative_algorithm": None,
         "disaggregation_mode": "null",
+        "pd_disaggregation": "",
         "hicache_storage": "disable",
+        "kv_cache_dtype": "auto",
+        "use_mla_backend": False,
+        "dtype": jnp.bfloat16,
     }
+    args |= change
     runner = SimpleNamespace(
-        use_mla_backend=change.pop("use_mla_backend", False), server_args=SimpleNamespace(**args | change)
-    )
+        use_mla_backend=args.pop("use_mla_backend"), page_size=PAGE, server_args=SimpleNamespace(**args),
+        model_config=SimpleNamespace(dtype=args.pop("dtype"), head_dim=64),
+    )  # fmt: skip
     with pytest.raises(UnsupportedError, match=words):
         attnops_sglang.create_backend(runner)
 

@@ -45,7 +45,7 @@ class EngineAttention(FlashAttention):
         Args:
             q: queries of all rows one after the other, [N, H, D] or [N, H · D].
             k: [N, K, D] or [N, K · D]; rounded to the pool's dtype.
-            v: likewise.
+            v: likewise; values narrower than keys are padded to D by the model, and so is their output.
             layer: the engine's ``RadixAttention``.
             forward_batch: the engine's; what it says of rows is in the backend's own metadata.
             token_to_kv_pool: `attnops_sglang.pool.EnginePages`, or a pool of several of them.
@@ -56,16 +56,17 @@ class EngineAttention(FlashAttention):
             UnsupportedError: a layer or a batch with what `layer_reasons` names.
         """
         found = self.forward_metadata
-        if reasons := layer_reasons(layer, found):
+        if reasons := layer_reasons(layer, found, k.size == v.size):
             raise refusal(*reasons)
         D, table = layer.head_dim, found.page_indices
-        if layer.sliding_window_size and found.swa_page_indices is not None:
+        window = layer.sliding_window_size if (layer.sliding_window_size or 0) > 0 else None
+        if window and found.swa_page_indices is not None:
             table = found.swa_page_indices
         elif self.page_size == 1 and hasattr(token_to_kv_pool, "remap_cache_loc"):
             table = token_to_kv_pool.remap_cache_loc(table, layer.layer_id)
         kind = getattr(layer.attn_type, "value", layer.attn_type)
         scores = Scores(
-            scale=D**-0.5 if layer.scaling is None else float(layer.scaling), window=layer.sliding_window_size,
+            scale=D**-0.5 if layer.scaling is None else float(layer.scaling), window=window,
             causal=bool(causal) and kind != "encoder_only", soft_cap=layer.logit_cap,
         )  # fmt: skip
         pages = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
@@ -93,16 +94,16 @@ class EngineAttention(FlashAttention):
         return output.reshape(output.shape[0], -1), pages
 
 
-def layer_reasons(layer: Any, metadata: Any) -> list[Reason]:
-    """Why a layer of this batch is not served."""
+def layer_reasons(layer: Any, metadata: Any, has_one_width: bool) -> list[Reason]:
+    """Why a layer of this batch is not served; ``has_one_width``: its values are as wide as its keys."""
     reasons = []
     if metadata.custom_mask is not None:
         reasons.append(Reason("custom_mask", "an array", "of trees of drafts is not served"))
     if (length := getattr(layer, "xai_temperature_len", -1)) > 0:
         reasons.append(Reason("xai_temperature_len", length, "scales queries by position, which is not served"))
-    if layer.v_head_dim != layer.head_dim:
-        reasons.append(Reason("v_head_dim", layer.v_head_dim, f"must be head_dim={layer.head_dim}: a token's "
-                              "key and value are stored in one array"))  # fmt: skip
+    if not has_one_width:
+        reasons.append(Reason("v_head_dim", layer.v_head_dim, f"must be head_dim={layer.head_dim}, or the model pads "
+                              "values to it: a token's key and value are stored in one array"))  # fmt: skip
     return reasons
 
 

@@ -1,4 +1,4 @@
-"""Predicted times of others' kernels, by the model of `triton_time.py`, beside published ones; no GPU::
+"""Predicted times of others' kernels, by the model of `triton_time.py`, compared with published ones; no GPU::
 
     python benchmarks/triton_time_others.py --tutorial 06-fused-attention.py    # of Triton 3.6
     python benchmarks/triton_time_others.py --ops triton/ops/flash_attention.py    # of the wheel of Triton 3.0
@@ -10,7 +10,7 @@ FlashInfer's: ``pip install --no-deps --target fi flashinfer-python==0.7.2 nvidi
 nvidia-cuda-crt==13.5.* nvidia-cuda-runtime==13.5.* nvidia-cuda-cccl==13.3.* nvidia-curand==10.4.*``.
 
 A kernel needs ``max(tensor, special, bytes) + WAITS · issue`` cycles of each multiprocessor, and each program START
-besides. The two constants are those of attnops-triton's forward kernels on an H200: nothing is fitted here. An error is
+besides. Both constants are fitted to attnops-triton's forward kernels on an H200; nothing is fitted here. An error is
 the predicted time over the published one, less 1.
 """
 

@@ -309,7 +309,7 @@ class Cache(Source):
         return self.slots().arrays()
 
     def positions_by_device(self) -> tuple[jax.Array, jax.Array]:
-        """`positions`, all slots of the first device that shards a row's slots, then those of the next."""
+        """`positions`, all slots of the first device that shards a row's slots, then the next one's."""
         return self.positions()
 
     def _slots(self, base: jax.Array | None = None, newest: jax.Array | None = None) -> Slots:

@@ -99,7 +99,7 @@ class Store:
         key_scale: the keys' scales, float32 [], [K] or [blocks, K, n], by the codec; None without one.
         value_scale: the values' scales, likewise; None for latent content.
         layout: how a token lies in these arrays.
-        layer: which layer it is, int32 [], where these arrays are those of all layers, [L, …]; else None.
+        layer: which layer it is, int32 [], where these arrays have all layers, [L, …]; else None.
     """
 
     key: jax.Array

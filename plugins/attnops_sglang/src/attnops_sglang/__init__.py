@@ -24,7 +24,8 @@ def create_backend(runner: Any) -> EngineAttention:
     """The attention backend of a ``ModelRunner``.
 
     Raises:
-        UnsupportedError: the engine's arguments have what the backend can't serve, see `attnops_sglang.refusals`.
+        UnsupportedError: the engine has latent attention, speculative decoding, pages that move between hosts, or pages
+            that a TPU can't read in place.
     """
     from attnops_sglang.backend import EngineAttention
     from attnops_sglang.refusals import check_runner

@@ -45,7 +45,7 @@ class EngineAttention(FlashAttention):
         Args:
             q: queries of all rows one after the other, [N, H, D] or [N, H · D].
             k: [N, K, D] or [N, K · D]; rounded to the pool's dtype.
-            v: likewise; values narrower than keys are padded to D by the model, and so is their output.
+            v: [N, K, D] or [N, K · D]; the model pads values that are narrower than keys to D, and gets such an output.
             layer: the engine's ``RadixAttention``.
             forward_batch: the engine's; what it says of rows is in the backend's own metadata.
             token_to_kv_pool: `attnops_sglang.pool.EnginePages`, or a pool of several of them.

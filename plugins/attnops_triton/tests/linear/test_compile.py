@@ -59,7 +59,7 @@ def test_it_compiles_within_shared_memory(case: str, arch: str) -> None:
             assert binary.count("HGMMA") or any("mfma" in name for name in binary.instructions)
 
 
-@pytest.mark.skipif(not cuda_compiler.PLUGIN.exists(), reason=f"{cuda_compiler.PLUGIN} is not there")
+@pytest.mark.skipif(not cuda_compiler.PLUGIN.exists(), reason="`make test-all` installs XLA's compiler for CUDA")
 @pytest.mark.parametrize("case", ["a token", "float32"])
 def test_a_donated_state_is_updated_in_place(case: str) -> None:
     run, arguments = call(case)

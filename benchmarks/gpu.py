@@ -9,14 +9,17 @@ each in a separate process::
 Every output and gradient is compared with the float64 oracle before anything is timed. Each case has 16k tokens: the
 shorter the sequences, the larger the batch. Documents are packed, four per sequence, and causal; peers without segments
 get a dense mask. A window has 1,024 tokens. The time on the GPU and the time to start a call are separate figures.
-Programs are compiled in several threads, before any is timed. JAX does not preallocate the GPU's memory.
+The processes compile and check their programs at the same time, in several threads each; then each times its own, one
+process after another. JAX does not preallocate the GPU's memory.
 Needs JAX for CUDA and ``pip install attnops-triton attnops-testing torch``; `GPU.md` says what to run first.
 """
 
 from __future__ import annotations
 
+import functools
 import json as json_module
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -43,8 +46,10 @@ NAMES: Final = (
 THREADS: Final = 8
 
 
-def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) -> dict[str, Any]:
-    """The rows of one contender, in this process."""
+def measure_one(
+    turn: Callable[[], None], name: str, cases: list[dict[str, Any]], rounds: int, dry: bool
+) -> dict[str, Any]:
+    """The rows of one contender, in this process; ``turn`` waits until it may time its programs."""
     import dataclasses
     from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -78,11 +83,14 @@ def measure_one(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool) 
         prepared = [pool.submit(contender.prepare, case) for case in ready]
         # Compilers use the host, and their autotuning the GPU, so they would disturb what is timed.
         wait(prepared)
-    for case, kind, program in zip(ready, kinds, prepared, strict=True):
+    checked = []
+    for case, program in zip(ready, prepared, strict=True):
         compiled = dataclasses.replace(contender, prepare=lambda _, program=program: program.result())
-        (checked,) = measure([(case, compiled)], rounds=0)
-        row = checked.to_json() | {"mask_kind": kind, "teraflops": None}
-        if checked.status == "ok" and not dry:
+        checked += measure([(case, compiled)], rounds=0)
+    turn()
+    for found, kind, program in zip(checked, kinds, prepared, strict=True):
+        case, row = found.case, found.to_json() | {"mask_kind": kind, "teraflops": None}
+        if found.status == "ok" and not dry:
             timing = time_program(program.result(), rounds)
             row |= dataclasses.asdict(timing) | {
                 "is_bound_by_dispatch": timing.is_bound_by_dispatch,
@@ -107,14 +115,24 @@ def products(backward: bool) -> int:
     return 7 if backward else 2
 
 
-def in_its_own_process(name: str, cases: list[dict[str, Any]], rounds: int, dry: bool, minutes: int) -> dict[str, Any]:
-    """`measure_one` in a separate process. If that fails, all rows have the status failed, with its last line."""
-    task = {"name": name, "cases": cases, "rounds": rounds, "dry": dry}
-    result, error = gpu_process.run(__file__, task, dry or name in ("FlexAttention", "torch"), minutes)
-    if not error:
-        return result  # type: ignore[no-any-return]
-    failed = {"name": name, "status": "failed", "reason": error, "teraflops": None}
-    return {"device": "", "rows": [case | failed for case in cases]}
+def in_own_processes(
+    names: Sequence[str], cases: list[dict[str, Any]], rounds: int, dry: bool, minutes: int
+) -> list[dict[str, Any]]:
+    """`measure_one` of each contender. If one fails, all its rows have the status failed, with its last line."""
+    workers = []
+    for name in names:
+        task = {"name": name, "cases": cases, "rounds": rounds, "dry": dry}
+        workers.append(gpu_process.Worker(__file__, task, dry or name in ("FlexAttention", "torch")))
+        if dry:  # one after another: nothing is timed, and hosts without a GPU have less memory
+            workers[-1].wait_until_ready(minutes)
+    for worker in workers:
+        worker.wait_until_ready(minutes)
+    found = []
+    for name, worker in zip(names, workers, strict=True):
+        result, error = worker.finish(minutes)
+        failed = {"name": name, "status": "failed", "reason": error, "teraflops": None}
+        found.append(result or {"device": "", "rows": [case | failed for case in cases]})
+    return found
 
 
 def all_cases(
@@ -167,14 +185,15 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
     contender: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(NAMES)}; may repeat.")] = None,
     rounds: Annotated[int, typer.Option(help="Timings of each case.")] = 5,
-    minutes: Annotated[int, typer.Option(help="Time limit of each contender.")] = 30,
+    minutes: Annotated[int, typer.Option(help="Time limit of each contender to be ready, and to be timed.")] = 30,
     dry: Annotated[bool, typer.Option(help="Small cases, Triton interpreted: checked, not timed.")] = False,
     json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check, time and print."""
     if worker is not None and json is not None:
-        json.write_text(json_module.dumps(measure_one(**json_module.loads(worker.read_text()))))
+        turn = functools.partial(gpu_process.wait_for_turn, worker)
+        json.write_text(json_module.dumps(measure_one(turn, **json_module.loads(worker.read_text()))))
         return
     try:
         cases = all_cases(
@@ -184,10 +203,9 @@ def main(
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    rows_by_name, devices = {}, {}
-    for name in contender or NAMES:
-        result = in_its_own_process(name, cases, rounds, dry, minutes)
-        rows_by_name[name], devices[name] = result["rows"], result["device"]
+    names = contender or NAMES
+    results = dict(zip(names, in_own_processes(names, cases, rounds, dry, minutes), strict=True))
+    rows_by_name, devices = ({name: x[field] for name, x in results.items()} for field in ("rows", "device"))
     device = next((name for name in devices.values() if name not in ("", "cpu")), "cpu")
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table_of("nothing is timed in a dry run" if dry else f"TFLOP/s on {device}", rows_by_name))

@@ -99,8 +99,9 @@ def test_nothing_is_timed_while_programs_are_compiled(script: Any, monkeypatch: 
 
     monkeypatch.setitem(script("gpu_contenders").CONTENDERS, "other", lambda dry: Contender("other", prepare))
     monkeypatch.setattr(timing, "measure", measure)
-    rows = gpu.measure_one("other", gpu.all_cases((16,), (32,), ["causal", "full"], dry=True), 1, dry=False)["rows"]
-    assert events == ["compiled"] * 4 + ["timed"] * 4
+    cases = gpu.all_cases((16,), (32,), ["causal", "full"], dry=True)
+    rows = gpu.measure_one(lambda: events.append("turn"), "other", cases, 1, dry=False)["rows"]
+    assert events == ["compiled"] * 4 + ["turn"] + ["timed"] * 4
     assert [row["status"] for row in rows] == ["ok"] * 4
     assert rows[0]["teraflops"] == pytest.approx(2 * 2 * 2 * 32**2 * 16 * 0.5 / 1e-3 / 1e12)
 
@@ -120,13 +121,40 @@ def test_each_contender_has_a_process_and_one_that_fails_spoils_no_other(script:
     pytest.importorskip("attnops_triton")
     gpu = script("gpu")
     cases = gpu.all_cases((16,), (32,), ["causal"], dry=True)
-    own = gpu.in_its_own_process("attnops-triton", cases, 0, True, 5)
+    own, unknown = gpu.in_own_processes(["attnops-triton", "unknown"], cases, 0, True, 5)
     assert [(row["status"], row["backward"], row["checked_rows"]) for row in own["rows"]] == [
         ("ok", False, 32), ("ok", True, 32)
     ]  # fmt: skip
-    unknown = gpu.in_its_own_process("unknown", cases, 0, True, 5)
     assert [(row["status"], row["reason"]) for row in unknown["rows"]] == [("failed", "KeyError: 'unknown'")] * 2
     gpu.table_of("", {"attnops-triton": own["rows"], "unknown": unknown["rows"]})
+
+
+WORKER = """
+import pathlib, sys, time
+import gpu_process
+
+task, result = map(pathlib.Path, sys.argv[2::2])
+gpu_process.wait_for_turn(task)
+start = time.monotonic()
+time.sleep(0.2)
+result.write_text(f"[{start}, {time.monotonic()}]")
+"""
+
+
+@pytest.mark.slow
+def test_workers_start_together_and_time_their_programs_in_turn(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = script("gpu_process")
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS))
+    workers = [process.Worker(str(path), {}, on_cpu=True) for _ in range(2)]
+    for worker in workers:
+        worker.wait_until_ready(1)
+    (one, _), (other, error) = (worker.finish(1) for worker in workers)
+    assert not error
+    assert one[1] < other[0]
 
 
 def decode_case(gpu: Any) -> Any:

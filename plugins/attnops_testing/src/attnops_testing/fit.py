@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from attnops.dispatch.request import AttentionRequest
@@ -50,17 +50,19 @@ class Fit:
 
 
 def find_fit(
-    reasons: Callable[[AttentionRequest], Iterable[Reason]], plain: AttentionRequest, block: int, dtypes: Iterable[str]
-) -> Fit:
-    """The first problem that a kernel does not refuse; the default one if it refuses all.
+    reasons: Callable[[AttentionRequest], Iterable[Reason]], plain: AttentionRequest, block: int, dtypes: Iterable[str],
+    head_dims: Sequence[int] = HEAD_DIMS,
+) -> Fit:  # fmt: skip
+    """The first problem that a kernel does not refuse; the smallest one if it refuses all.
 
     Args:
         reasons: why the kernel refuses a request.
         plain: the request of a call of any shape, without options.
         block: the fewest queries, and keys, per tile.
         dtypes: the dtypes to try, the preferred one first.
+        head_dims: the head dims to try.
     """
-    for fit in _candidates(block, dtypes):
+    for fit in _candidates(block, dtypes, head_dims):
         # The longest and the shortest length of the suite: a kernel may serve 128 and refuse 64.
         lengths = fit.tokens(2, 0.5), fit.tokens(1, 0.35)
         requests = (
@@ -72,9 +74,9 @@ def find_fit(
         )  # fmt: skip
         if not any(list(reasons(request)) for request in requests):
             return fit
-    return Fit(block=block)
+    return Fit(block=block, D=head_dims[0])
 
 
-def _candidates(block: int, dtypes: Iterable[str]) -> Iterator[Fit]:
-    for dtype, H, multiple, D in itertools.product(dtypes, HEADS, MULTIPLES, HEAD_DIMS):
+def _candidates(block: int, dtypes: Iterable[str], head_dims: Iterable[int]) -> Iterator[Fit]:
+    for dtype, H, multiple, D in itertools.product(dtypes, HEADS, MULTIPLES, head_dims):
         yield Fit(block=max(block, multiple), multiple=multiple, H=H, D=D, dtype=dtype)

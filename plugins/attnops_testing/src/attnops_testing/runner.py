@@ -24,7 +24,7 @@ from attnops.dispatch.request import AttentionRequest
 from attnops.errors import Reason, UnsupportedError, pass_interrupt, printable
 from attnops.sharding import MODE_TRAIN
 from attnops_testing.features import combine
-from attnops_testing.fit import DTYPES, Fit, find_fit
+from attnops_testing.fit import DTYPES, HEAD_DIMS, Fit, find_fit
 from attnops_testing.pairs import all_pairs, changing, joined, proven_pairs
 from attnops_testing.problem import FAST_COMPILE, Problem
 
@@ -131,6 +131,8 @@ class Subject:
             lengths must be multiples of a larger number.
         dtype: the dtype of the plain problem. None: the first of float32, bfloat16 and float16 that the operation
             serves.
+        head_dim: the head dim of query, key and value in the plain problem. None: the smallest of 16, 32, 64, 128 and
+            256 that the operation serves.
         metadata: other fields of the metadata, such as the rules of axes.
 
     Raises:
@@ -143,6 +145,7 @@ class Subject:
     mode: str = "train"
     block: int = 16
     dtype: str | None = None
+    head_dim: int | None = None
     metadata: OperationMetadata = dataclasses.field(default_factory=OperationMetadata)
 
     def __post_init__(self) -> None:
@@ -256,7 +259,7 @@ class Subject:
             return operation.reasons(request if cast is None else request.replace(dtypes=(jnp.dtype(cast).name,) * 3))
 
         assert isinstance(plain, AttentionRequest)
-        fit = find_fit(reasons, plain, self.block, dtypes or DTYPES)
+        fit = find_fit(reasons, plain, self.block, dtypes or DTYPES, (self.head_dim,) if self.head_dim else HEAD_DIMS)
         return dataclasses.replace(fit, dtype=self.dtype or fit.dtype)
 
     @functools.cached_property

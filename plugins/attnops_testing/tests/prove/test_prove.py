@@ -101,7 +101,7 @@ def test_a_wrong_kernel_a_hang_and_a_crash_are_rows_and_not_the_end(tmp_path: Pa
     record = Record.read(path)
     last = next(reversed(record.results))
     record.results.pop(last)
-    record.running = last
+    record.running = [last]
     record.write(path)
     again = prove(tmp_path, planted, *arguments)
     assert f"{len(found)} of {len(found)} steps" in again.stdout
@@ -243,7 +243,7 @@ def test_results_of_other_versions_are_refused_and_of_other_sections_kept(tmp_pa
     assert (changed.resume(read), len(changed.steps)) == (0, 1)
     # What ran when the machine went down is a crash, whose contenders are tried alone.
     earlier.results.clear()
-    earlier.running = ("Times", "causal")
+    earlier.running = [("Times", "causal")]
     down = record(("causal", Result(Ending.RIGHT)))
     down.results.clear()
     down.resume(earlier)

@@ -70,6 +70,10 @@ def command(
     dtype: Annotated[
         str | None, typer.Option(help="The dtype of query, key and value.", show_default="float32, else what is served")
     ] = None,
+    head_dim: Annotated[
+        int | None,
+        typer.Option(help="The head dim of query, key and value.", show_default="the smallest that is served", min=1),
+    ] = None,
     pairs: Annotated[
         Literal["none", "sample", "all"] | None,
         typer.Option(help="Pairs of features; a sample has each feature.", show_default="sample with --all, else none"),
@@ -101,7 +105,13 @@ def command(
     find_devices()
     try:
         subject = Subject(
-            operation=operation, platform=platform, interpret=interpret, mode=mode, block=block, dtype=dtype
+            operation=operation,
+            platform=platform,
+            interpret=interpret,
+            mode=mode,
+            block=block,
+            dtype=dtype,
+            head_dim=head_dim,
         )
         with contextlib.redirect_stdout(sys.stderr):  # what a plugin prints when imported
             subject.require_kernel()

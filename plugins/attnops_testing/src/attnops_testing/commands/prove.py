@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attnops_cli.output import fail, print_text, printer
-from attnops_testing.prove.plan import alone
-from attnops_testing.prove.process import run
+from attnops_testing.prove.plan import TIMES, alone
+from attnops_testing.prove.process import kill_all, run
 from attnops_testing.prove.record import Record
 from attnops_testing.prove.report import compare, markdown
 from attnops_testing.prove.step import Ending, Step
@@ -42,6 +45,14 @@ def command(
     limit: Annotated[
         float | None, typer.Option(help="Seconds for a check.", show_default="60 on CPUs, else 240", min=1)
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Checks at a time; times are measured one at a time, after them.",
+            show_default="half of the processors, at most 8; 1 on TPUs, which one process holds",
+            min=1,
+        ),
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Run all again rather than continue the record.")] = False,
     compared: Annotated[
         tuple[Path, Path] | None,
@@ -68,6 +79,7 @@ def command(
         fail(f"--report={report} must not end in .json, which is the record's name", 2)
     # As `timeout` and schedulers stop a run: its process is stopped with it, and the report is written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes share a GPU
     try:
         record = _begin(operations or [], every, limit, section)
         if path.exists() and not fresh and (kept := record.resume(Record.read(path))):
@@ -77,10 +89,10 @@ def command(
         fail(error, 2)
     stopped = False
     try:
-        _run(record, path)
+        _run(record, path, jobs or _default_jobs(record))
     except KeyboardInterrupt:
         stopped = True
-        record.running = None
+    record.running = []
     record.write(path)
     report.write_text(markdown(record))
     counts = Counter(result.ending for result in record.results.values())
@@ -108,27 +120,53 @@ def _begin(operations: list[str], every: bool, limit: float | None, sections: li
     return Record(found.value["machine"], found.value["problems"], chosen, peers=found.value["peers"])
 
 
-def _run(record: Record, path: Path) -> None:
+def _default_jobs(record: Record) -> int:
+    """Half of the processors, at most 8; 1 on TPUs, which one process holds."""
+    if any("TPU" in kind for kind in record.machine["devices"]):
+        return 1
+    return min(8, max(1, (os.cpu_count() or 1) // 2))
+
+
+def _run(record: Record, path: Path, jobs: int) -> None:
     """Run the steps without a result; print those that are not right as soon as they are known."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    out = printer()
+    out, lock, stopped = printer(), threading.Lock(), threading.Event()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(record.steps), completed=len(record.results))
-        for step in (steps := list(record.steps)):
+
+        def run_one(step: Step) -> None:
             key = step.section, step.name
-            if key not in record.results:
-                progress.update(task, description=f"{step.section}: {step.name}")
-                record.running = key
+            with lock:
+                if stopped.is_set():
+                    return
+                progress.update(task, description=f"{step.section}: {step.name}", total=len(record.steps))
+                record.running.append(key)
                 record.write(path)
-                result = record.results[key] = run(step)
-                record.running = None
+            result = run(step)
+            with lock:
+                if stopped.is_set():  # it was killed
+                    return
+                record.results[key] = result
+                record.running.remove(key)
+                record.write(path)
                 if result.ending not in (Ending.RIGHT, Ending.REFUSED):
                     out.print(f"{step.section}: {step.name}: {result.ending}: {result.detail}", markup=False)
                 progress.update(task, advance=1)
-            if record.results[key].ending in (Ending.CRASH, Ending.HANG):
-                known = {(x.section, x.name) for x in record.steps}
-                further = [x for x in alone(step) if (x.section, x.name) not in known]
-                steps += further
-                record.steps = [*record.steps, *further]
-            progress.update(task, total=len(record.steps))
-            record.write(path)
+
+        pool = ThreadPoolExecutor(jobs)
+        try:
+            left = [x for x in record.steps if (x.section, x.name) not in record.results]
+            list(pool.map(run_one, (x for x in left if x.section != TIMES)))
+            for step in (times := [x for x in record.steps if x.section == TIMES]):
+                if (step.section, step.name) not in record.results:
+                    run_one(step)
+                if record.results[step.section, step.name].ending in (Ending.CRASH, Ending.HANG):
+                    known = {(x.section, x.name) for x in record.steps}
+                    further = [x for x in alone(step) if (x.section, x.name) not in known]
+                    times += further
+                    record.steps = [*record.steps, *further]
+        finally:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill_all()
+            pool.shutdown()

@@ -35,6 +35,10 @@ _ALL: Final = {
     "Features": ("feature",), "Long problems": ("long",), "Caches": ("caches",),
     "Pairs of features": ("sampled_pair",), "Behaviours": ("behaviour", "memory_growth"),
 }  # fmt: skip
+# On accelerators, in problems of several tiles too, whose dtype and head dims kernels of their own may serve.
+_HALF: Final = "bfloat16"
+_HEAD_DIMS: Final = (64, 128)
+_CACHE_HEAD_DIMS: Final = (128,)
 # On a CPU one in so many of their problems is checked: each compiles for some 15 seconds.
 _CPU_SHARE: Final = 3
 # Suites of other contracts than attention: the section, and the module with `PROBLEMS` and `check`.
@@ -61,7 +65,8 @@ def plan(platform: str, operations: Sequence[str], every: bool, limit: float | N
     share = 1 if every or platform != "cpu" else _CPU_SHARE
     steps = [step for contract in _OTHERS for step in _others(contract, found[contract], every, share, seconds)]
     if names := found[ATTENTION]:
-        return [*_checks(names, every, seconds), *steps, *_times(platform, names, seconds)]
+        half = () if platform == "cpu" else _checks_in_half(names, every, seconds)
+        return [*_checks(names, every, seconds), *half, *steps, *_times(platform, names, seconds)]
     return steps
 
 
@@ -106,6 +111,20 @@ def _checks(names: Sequence[str], every: bool, seconds: float) -> Iterator[Step]
                 if every or SUITE[name].quick(case, False):
                     for operation in names:
                         yield step(section, SUITE[name].name(case), operation, name, case)
+
+
+def _checks_in_half(names: Sequence[str], every: bool, seconds: float) -> Iterator[Step]:
+    """Every feature, and every feature over caches, in bfloat16."""
+    features, caches = (*_HEAD_DIMS, 256) if every else _HEAD_DIMS, _CACHE_HEAD_DIMS
+    for section, part, head_dims in (("Features", "each_feature", features), ("Caches", "caches", caches)):
+        for head_dim in head_dims:
+            for case in SUITE[part].cases:
+                for operation in names:
+                    arguments = {"operation": operation, "part": part, "case": case, "mode": "train"}
+                    yield Step(
+                        f"{section} in {_HALF}", f"{operation}: D {head_dim}, {SUITE[part].name(case)}", "check",
+                        {**arguments, "dtype": _HALF, "head_dim": head_dim}, seconds,
+                    )  # fmt: skip
 
 
 def _others(contract: str, names: Sequence[str], every: bool, share: int, seconds: float) -> Iterator[Step]:

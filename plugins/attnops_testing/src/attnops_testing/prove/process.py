@@ -71,6 +71,12 @@ def _kill(process: BaseProcess) -> bool:
     return not process.is_alive()
 
 
+def kill_all() -> None:
+    """Kill the processes of all steps that run."""
+    for process in multiprocessing.active_children():
+        _kill(process)
+
+
 def _exit(code: int | None) -> str:
     if code is not None and code < 0:
         try:

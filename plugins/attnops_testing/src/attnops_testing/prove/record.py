@@ -19,7 +19,7 @@ class Record:
         problems: what `attnops doctor` finds.
         steps: the steps of the run, in order.
         results: the results so far, by section and name.
-        running: the section and name of the step that runs; None between steps.
+        running: the sections and names of the steps that run.
         peers: why each peer is not measured here, by its name; empty if it is.
     """
 
@@ -27,7 +27,7 @@ class Record:
     problems: list[dict[str, str]]
     steps: list[Step]
     results: dict[tuple[str, str], Result] = dataclasses.field(default_factory=dict)
-    running: tuple[str, str] | None = None
+    running: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     peers: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -44,7 +44,7 @@ class Record:
                 (row["section"], row["name"]): Result(**row["result"] | {"ending": Ending(row["result"]["ending"])})
                 for row in fields["results"]
             }
-            running = fields["running"] and tuple(fields["running"])
+            running = [(section, name) for section, name in fields["running"]]
             return cls(fields["machine"], fields["problems"], steps, results, running, fields["peers"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a record of attnops prove: {error!r}; give another file") from None
@@ -67,8 +67,8 @@ class Record:
     def resume(self, earlier: Record) -> int:
         """Take over the results of an earlier run; the number of them.
 
-        Results of steps that this run does not have, such as those of other sections, are kept too. The step that ran
-        when the earlier run ended is a crash, and is not tried again.
+        Results of steps that this run does not have, such as those of other sections, are kept too. Steps that
+        ran when the earlier run ended are crashes, and are not tried again.
 
         Raises:
             ValueError: the earlier run was on another machine, or with other versions.
@@ -86,6 +86,6 @@ class Record:
             key = step.section, step.name
             if key in earlier.results and known.get(key) == step:
                 self.results[key] = earlier.results[key]
-            elif key == earlier.running:
+            elif key in earlier.running:
                 self.results[key] = Result(Ending.CRASH, "the run, or the machine, ended during this step")
         return len(self.results)

@@ -4,16 +4,17 @@
     python benchmarks/gpu_linear.py --rule gdn --contender FLA
     python benchmarks/gpu_linear.py --dry                    # anywhere: small cases, Triton interpreted, nothing timed
 
-Rules: gdn, the gated delta rule as Qwen3-Next calls it; ssd, a decay by head without the delta rule (Mamba-2); kda, decays
-by channel (Kimi Linear). D = Dv = 128, bfloat16, normalised queries and keys. A prompt begins with empty states and
-returns the last ones; a single token updates float32 states, which attnops does in place. attnops-triton splits float32
-operands of products into three of bfloat16; attnops-triton-default rounds them once, as FLA does. attnops' gradients are
-native. FLA's kernels tune themselves in the first call.
+Rules: gdn, the gated delta rule as Qwen3-Next calls it; ssd, a decay by head without the delta rule (Mamba-2); kda,
+decays by channel (Kimi Linear). D = Dv = 128, bfloat16, normalised queries and keys. A prompt begins with empty states
+and returns the last ones; a single token updates float32 states, which attnops does in place. attnops-triton splits
+float32 operands of products into three of bfloat16; attnops-triton-default rounds them once, as FLA does. attnops'
+gradients are native. FLA's kernels tune themselves in the first call.
 
-Each contender (`gpu_linear_contenders.py`) runs in a separate process. Before a case is timed, its first and last row and
-key head are compared with `attnops_linear.reference` in float64: ``error`` is relative to the largest element. GB/s count
-each array once. ``ratio`` is the time divided by attnops-triton's. Needs attnops-triton, attnops-testing and ``pip install
-torch fla-core``; on Hopper FLA's gradients refuse Triton 3.4 to 3.7.0 if tilelang is not installed.
+Each contender (`gpu_linear_contenders.py`) runs in a separate process. Before a case is timed, its first and last row
+and key head are compared with `attnops_linear.reference` in float64: ``error`` is relative to the largest element.
+GB/s count each array once. ``ratio`` is the time divided by attnops-triton's. It needs attnops-triton and
+attnops-testing, and ``pip install torch fla-core`` for FLA, whose gradients refuse Triton 3.4 to 3.7.0 on Hopper unless
+tilelang is installed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ RULES: Final[dict[str, tuple[int, int, tuple[tuple[int, int, bool], ...]]]] = {
 def all_cases(rules: list[str], dry: bool) -> list[LinearCase]:
     """The cases; small ones in a dry run."""
     cases = [LinearCase(rule, *case, *RULES[rule][:2], 128, "bfloat16") for rule in rules for case in RULES[rule][2]]
-    small = (x._replace(rows=2, tokens=min(x.tokens, 70), K=2 * x.K // x.H, H=2, D=16, dtype="float32") for x in cases)
+    small = (x._replace(rows=2, tokens=min(x.tokens, 40), K=2 * x.K // x.H, H=2, D=16, dtype="float32") for x in cases)
     return list(dict.fromkeys(small)) if dry else cases
 
 
@@ -76,7 +77,7 @@ def truth(given: Arrays) -> Arrays:
 
 
 def error(case: LinearCase, given: Arrays, found: Arrays, numbers: Callable[[Any], np.ndarray]) -> float:
-    """The largest difference from `truth` relative to an array's largest element, in the first and last row and head."""
+    """The largest difference from `truth` in the first and last row and head, relative to the array's largest one."""
     errors = []
     for b, k in {(0, 0), (case.rows - 1, case.K - 1)}:
 

@@ -72,7 +72,7 @@ def drawn(case: LinearCase) -> Arrays:
 
 
 def attnops_function(interpret: bool, precision: Any) -> Callable[..., Arrays]:
-    """A function of a state, of other inputs by name, and of the gradient of the output; the first and last may be None."""
+    """A function of a state, other inputs by name, and the gradient of the output; a state or gradient may be None."""
     metadata = OperationMetadata(platform="cuda", on_unsupported="error", interpret=interpret, precision=precision)
     operation: Any = OperationRegistry.create("attnops-triton:linear_attention", metadata)
 

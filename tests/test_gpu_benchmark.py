@@ -1,4 +1,4 @@
-"""What `gpu.py` and `gpu_decode.py` in benchmarks do without a GPU: times by a clock, processes of their own."""
+"""What `gpu.py`, `gpu_decode.py` and `gpu_linear.py` in benchmarks do without a GPU: times by a clock, processes."""
 
 from __future__ import annotations
 
@@ -190,3 +190,39 @@ def test_only_right_results_of_decoding_are_timed(
 
     monkeypatch.setitem(gpu.CONTENDERS, "other", step)
     assert gpu.figures("other", decode_case(gpu), 0, 1, dry=True)["status"] == status
+
+
+@pytest.mark.slow
+def test_linear_attention_is_checked_in_a_process(script: Any) -> None:
+    pytest.importorskip("attnops_triton")
+    gpu = script("gpu_linear")
+    (prompt, gradients, token), (channel, _) = (gpu.all_cases([rule], dry=True) for rule in ("gdn", "kda"))
+    assert (prompt.tokens, gradients.gradients, token.tokens, channel.tokens) == (40, True, 1, 40)
+    rows = gpu.in_its_own_process("attnops-triton", [prompt, token, channel], {"rounds": 1, "dry": True}, 5)
+    assert [row["status"] for row in rows] == ["ok", "ok", "refused"], rows
+    assert rows[2]["reason"].startswith("decay=channel")
+
+
+@pytest.mark.slow
+def test_only_right_results_of_linear_attention_are_timed(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, timing = script("gpu_linear"), script("gpu_timing")
+    changed = [""]
+
+    def program(case: Any, given: Any, interpret: bool) -> Any:
+        found = gpu.truth(given)
+        found |= {name: x + np.abs(x).max() / 10 for name, x in found.items() if name in changed}
+        return script("gpu_linear_contenders").Program(lambda: found, lambda _: None, np.asarray, "a GPU", "")
+
+    monkeypatch.setitem(gpu.CONTENDERS, "other", program)
+    monkeypatch.setattr(timing, "measure", lambda program, rounds: timing.Timing(1e-9, 1e-10, 1e-9))
+    case = gpu.LinearCase("gdn", 2, 6, True, 2, 4, 8, "bfloat16")
+    row = gpu.figures("other", case, 1, dry=False)
+    assert (row["status"], row["error"]) == ("ok", 0.0)
+    tokens = 2 * 6  # four arrays of each size: queries, keys, their gradients; values, outputs ...; decays, betas ...
+    assert row["GB/s"] == 4 * tokens * (2 * 8 * 2 + 4 * 8 * 2 + 4 * 4)
+    for changed[0] in ("out", "key", "decay"):
+        assert gpu.figures("other", case, 1, dry=False)["status"] == "wrong"
+    token = case._replace(tokens=1, gradients=False)
+    assert gpu.figures("other", token, 1, dry=False)["status"] == "ok"
+    changed[0] = "state"
+    assert gpu.figures("other", token, 1, dry=False)["status"] == "wrong"

@@ -35,8 +35,9 @@ def call(case: str) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     operation = TritonLinearAttention(metadata)
 
     def run(state: jax.Array, q: jax.Array, v: jax.Array, gate: jax.Array) -> Any:
-        more = {"beta": gate} if beta else {}
-        return operation(q, q, v, decay=gate, initial_state=state, return_state=True, mode="prefill", **more)
+        # A prompt without betas has no first state either.
+        more = {"beta": gate, "initial_state": state} if beta else {}
+        return operation(q, q, v, decay=gate, return_state=True, mode="prefill", **more)
 
     q, v = (jax.ShapeDtypeStruct((B, T, heads, D), jnp.dtype(dtype)) for heads in (H // 2, H))
     state, gate = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, H, D, D), (B, T, H)))

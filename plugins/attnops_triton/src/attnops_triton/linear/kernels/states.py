@@ -148,9 +148,11 @@ def places_of_state(program, first, options: tl.constexpr):
 def load_state(pointer, program, first, options: tl.constexpr):
     """A program's columns of the first state; 0 for None."""
     if pointer is None:
-        return tl.full([options.width, options.tiles.columns], 0.0, tl.float32)
-    at, mask = places_of_state(program, first, options)
-    return tl.load(pointer + at, mask=mask, other=0.0)
+        state = tl.full([options.width, options.tiles.columns], 0.0, tl.float32)
+    else:  # Triton also compiles what follows a return
+        at, mask = places_of_state(program, first, options)
+        state = tl.load(pointer + at, mask=mask, other=0.0)
+    return state
 
 
 @triton.jit

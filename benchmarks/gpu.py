@@ -79,10 +79,11 @@ def measure_one(
         if name not in USES_TORCH:
             vars(case)["device_inputs"] = first.device_inputs
         ready.append(case)
-    with ThreadPoolExecutor(1 if name in USES_TORCH else THREADS) as pool:
+    with ThreadPoolExecutor(THREADS) as others, ThreadPoolExecutor(1 if name in USES_TORCH else THREADS) as pool:
+        expected = [others.submit(lambda case=case: case.truth.expected) for case in ready]
         prepared = [pool.submit(contender.prepare, case) for case in ready]
         # Compilers use the host, and their autotuning the GPU, so they would disturb what is timed.
-        wait(prepared)
+        wait((*prepared, *expected))
     checked = []
     for case, program in zip(ready, prepared, strict=True):
         compiled = dataclasses.replace(contender, prepare=lambda _, program=program: program.result())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ import numpy as np
 
 from attnops.masks import Mask, Segments
 from attnops_testing.bench.machine import default_memory_limit
+
+if TYPE_CHECKING:
+    from attnops_testing.bench.truth import Truth
 
 Array = np.ndarray[Any, Any]
 
@@ -98,6 +101,13 @@ class Case:
         """`inputs` on JAX's default device, shared by all contenders."""
         q, k, v = map(jnp.asarray, self.inputs)
         return q, k, v
+
+    @functools.cached_property
+    def truth(self) -> Truth:
+        """The oracle's results."""
+        from attnops_testing.bench.truth import Truth
+
+        return Truth(self)
 
     @property
     def traced_mask(self) -> bool:

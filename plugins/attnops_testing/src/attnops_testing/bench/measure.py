@@ -95,12 +95,11 @@ def measure(
             replaced the contents of the processor's caches.
         progress: called with the next step and the number of completed steps, of ``len(entries) * (rounds + 1)``.
     """
-    truths = {id(case): case.truth if isinstance(case, CacheCase) else Truth(case) for case, _ in entries}
     measurements, ready = [], []
     for case, contender in entries:
         progress(f"{contender.name}: checking", 0)
         measurement = Measurement(contender.name, contender.is_peer, case)
-        program = _prepare(measurement, contender, truths[id(case)])
+        program = _prepare(measurement, contender, case.truth)
         measurements.append(measurement)
         if program is not None:
             ready.append((measurement, program, _calls(program, shortest)))

@@ -77,9 +77,9 @@ class Truth:
         Raises:
             AssertionError: a result is wrong; the message says where.
         """
-        assert set(results) == set(self._expected), f"gave {sorted(results)}, but must give {sorted(self._expected)}"
+        assert set(results) == set(self.expected), f"gave {sorted(results)}, but must give {sorted(self.expected)}"
         for name, actual in results.items():
-            exact, allowed = self._expected[name]
+            exact, allowed = self.expected[name]
             of_query = name in ("output", "gradient of query")
             shape = self.case.inputs[0 if of_query else 1].shape
             assert actual.shape == shape, f"{name} has shape {actual.shape}, but must have {shape}"
@@ -91,7 +91,8 @@ class Truth:
             assert_close(name, actual[place], exact, allowed)
 
     @functools.cached_property
-    def _expected(self) -> dict[str, tuple[Array, float]]:
+    def expected(self) -> dict[str, tuple[Array, float]]:
+        """By name, the oracle's result at the checked places, and the allowed error; computed at first use."""
         query, key, value = self.case.inputs
         dtype = jnp.dtype(self.case.dtype)
         inputs = query[self._queries], key[self._keys], value[self._keys]

@@ -23,10 +23,11 @@ from attnops_testing.prove.step import Ending, Result, Step
 
 # What each process imports, once: a server that has imported it, and has not initialised JAX's backends, forks.
 _WORK: Final = "attnops_testing.prove.work"
-# Before the limit, a process prints its Python stack; after it, it is killed.
+# Before the limit, a process prints its Python stack, the innermost call first; after it, it is killed.
 _BEFORE: Final = 2.0
 _AFTER: Final = 60
-_LINES: Final = 40
+# The first and the last lines of its output that are kept.
+_LINES: Final = 30
 # How long a killed process may take to end. One in a driver's call may never end, and the others go on without it.
 _END: Final = 10.0
 
@@ -52,7 +53,9 @@ def run(step: Step) -> Result:
             given = json.loads(answer.read_text())
             return Result(Ending(given["ending"]), given["detail"], seconds, given["value"])
         printed = output.read_text(errors="replace") if output.exists() else ""
-        last = "\n".join(printed.splitlines()[-_LINES:])
+        lines = printed.splitlines()
+        left = [f"… {len(lines) - 2 * _LINES} lines …"] if len(lines) > 2 * _LINES else []
+        last = "\n".join((*lines[:_LINES], *left, *lines[_LINES:][-_LINES:]))
         if hung:
             what = "was killed" if ended else "can't be killed: a driver may hold it, and the device"
             return Result(Ending.HANG, f"did not end in {step.seconds:g} s and {what}", seconds, output=last)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import json as json_module
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -118,7 +118,7 @@ def products(backward: bool) -> int:
 
 def in_own_processes(
     names: Sequence[str], cases: list[dict[str, Any]], rounds: int, dry: bool, minutes: int
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """`measure_one` of each contender. If one fails, all its rows have the status failed, with its last line."""
     workers = []
     for name in names:
@@ -128,12 +128,10 @@ def in_own_processes(
             workers[-1].wait_until_ready(minutes)
     for worker in workers:
         worker.wait_until_ready(minutes)
-    found = []
     for name, worker in zip(names, workers, strict=True):
         result, error = worker.finish(minutes)
         failed = {"name": name, "status": "failed", "reason": error, "teraflops": None}
-        found.append(result or {"device": "", "rows": [case | failed for case in cases]})
-    return found
+        yield result or {"device": "", "rows": [case | failed for case in cases]}
 
 
 def all_cases(
@@ -204,18 +202,25 @@ def main(
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    names = contender or NAMES
-    results = dict(zip(names, in_own_processes(names, cases, rounds, dry, minutes), strict=True))
-    rows_by_name, devices = ({name: x[field] for name, x in results.items()} for field in ("rows", "device"))
-    device = next((name for name in devices.values() if name not in ("", "cpu")), "cpu")
+    names, results = contender or NAMES, {}
+    for name, result in zip(names, in_own_processes(names, cases, rounds, dry, minutes), strict=True):
+        results[name] = result
+        rows_by_name, devices = ({name: x[field] for name, x in results.items()} for field in ("rows", "device"))
+        rows = [row for each in rows_by_name.values() for row in each]
+        device = next((name for name in devices.values() if name not in ("", "cpu")), "cpu")
+        if json:  # a run that is stopped leaves what it has
+            document = {
+                "device": device,
+                "devices": devices,
+                "dry": dry,
+                "versions": installed_versions(),
+                "rows": rows,
+            }
+            json.write_text(json_module.dumps(document, indent=1) + "\n")
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(table_of("nothing is timed in a dry run" if dry else f"TFLOP/s on {device}", rows_by_name))
-    rows = [row for each in rows_by_name.values() for row in each]
     for reason in dict.fromkeys(f"{r['name']}: {r['status']}: {r['reason']}" for r in rows if r["status"] != "ok"):
         console.print(reason)
-    if json:
-        document = {"device": device, "devices": devices, "dry": dry, "versions": installed_versions(), "rows": rows}
-        json.write_text(json_module.dumps(document, indent=1) + "\n")
     raise typer.Exit(int(any(row["status"] == "wrong" for row in rows)))
 
 

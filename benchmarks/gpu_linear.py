@@ -10,8 +10,9 @@ and returns the last ones; a single token updates float32 states, which attnops 
 float32 operands of products into three of bfloat16; attnops-triton-default rounds them once, as FLA does. attnops'
 gradients are native. FLA's kernels tune themselves in the first call.
 
-Each contender (`gpu_linear_contenders.py`) runs in a separate process. Before a case is timed, its first and last row
-and key head are compared with `attnops_linear.reference` in float64: ``error`` is relative to the largest element.
+Each contender (`gpu_linear_contenders.py`) runs in a separate process. All compile and check at the same time, then each
+times its programs. The first and the last row and key head of a case are compared with `attnops_linear.reference` in
+float64: ``error`` is relative to the largest element.
 GB/s count each array once. ``ratio`` is the time divided by attnops-triton's. It needs attnops-triton and
 attnops-testing, and ``pip install torch fla-core`` for FLA, whose gradients refuse Triton 3.4 to 3.7.0 on Hopper unless
 tilelang is installed.
@@ -21,16 +22,16 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import gpu_process
 import jax
 import jax.numpy as jnp
 import numpy as np
 import typer
-from gpu_linear_contenders import CONTENDERS, NARROW, Arrays, LinearCase, drawn
+from gpu_linear_contenders import CONTENDERS, NARROW, Arrays, LinearCase, Program, drawn
 from rich.console import Console
 from rich.table import Table
 
@@ -67,8 +68,8 @@ def _gradients(x: Arrays, d_out: Any) -> Any:
 
 
 def truth(given: Arrays) -> Arrays:
-    """The output and the last state, or the output and the gradients, in float64."""
-    with jax.enable_x64(True):
+    """The output and the last state, or the output and the gradients, in float64, on the host: GPUs are slow at scans."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         x = {name: jnp.asarray(array, jnp.float64) for name, array in given.items()}
         state, d_out = x.pop("state", None), x.pop("d_out", None)
         out, last = _outputs(x, state)
@@ -92,8 +93,16 @@ def error(case: LinearCase, given: Arrays, found: Arrays, numbers: Callable[[Any
     return float(np.max(errors))  # NaN if one is NaN
 
 
-def figures(name: str, case: LinearCase, rounds: int, dry: bool) -> dict[str, Any]:
-    """A row of the table."""
+class Checked(NamedTuple):
+    """A case of a contender: its row of the table, its program, if the results are right, and the bytes it moves."""
+
+    row: dict[str, Any]
+    program: Program | None = None
+    moved: int = 0
+
+
+def checked(name: str, case: LinearCase, dry: bool) -> Checked:
+    """Compile a contender's program, and compare its results with the oracle."""
     row: dict[str, Any] = {"name": name, **case._asdict(), "status": "ok", "reason": ""}
     try:
         given = drawn(case)
@@ -101,52 +110,67 @@ def figures(name: str, case: LinearCase, rounds: int, dry: bool) -> dict[str, An
         found = program.run()
         difference = error(case, given, found, program.numbers)
     except Refused as refusal:
-        return row | {"status": "refused", "reason": str(refusal)}
+        return Checked(row | {"status": "refused", "reason": str(refusal)})
     except Exception as failure:
-        return row | {"status": "failed", "reason": f"{type(failure).__name__}: {failure}"}
+        return Checked(row | {"status": "failed", "reason": f"{type(failure).__name__}: {failure}"})
     row["error"] = float(f"{difference:.2g}")
     if not difference <= TOLERANCE[case.gradients]:
-        return row | {"status": "wrong", "reason": f"differs by {difference:.2g} of the largest element"}
-    if dry:
-        return row
-    from gpu_timing import measure
-
+        return Checked(row | {"status": "wrong", "reason": f"differs by {difference:.2g} of the largest element"})
     moved = sum(x.size * (2 if name in NARROW else 4) for name, x in given.items())
     moved += sum(int(np.prod(x.shape)) * (2 if name in (*NARROW, "out") else 4) for name, x in found.items())
-    timing = measure(Ready(run=program.run, wait=program.wait, results=None, what=""), rounds)
-    return row | {
-        "device": program.device, "versions": program.versions, "ms": round(timing.kernel_seconds * 1e3, 4),
+    return Checked(row, program, moved)
+
+
+def figures(this: Checked, rounds: int) -> dict[str, Any]:
+    """A row of the table, with times if it was right."""
+    if this.program is None:
+        return this.row
+    from gpu_timing import measure
+
+    timing = measure(Ready(run=this.program.run, wait=this.program.wait, results=None, what=""), rounds)
+    return this.row | {
+        "device": this.program.device, "versions": this.program.versions, "ms": round(timing.kernel_seconds * 1e3, 4),
         "dispatch ms": round(timing.dispatch_seconds * 1e3, 4), "bound by dispatch": timing.is_bound_by_dispatch,
-        "GB/s": round(moved / timing.kernel_seconds / 1e9),
+        "GB/s": round(this.moved / timing.kernel_seconds / 1e9),
     }  # fmt: skip
 
 
-def in_its_own_process(name: str, cases: list[LinearCase], settings: Arrays, minutes: int) -> list[dict[str, Any]]:
-    """`figures` of all cases in a separate process. If it fails, all rows have the status failed and its last line."""
-    task = {"name": name, "cases": cases, "settings": settings}
-    rows, reason = gpu_process.run(__file__, task, settings["dry"] or name == "FLA", minutes)
-    if not reason:
-        return rows  # type: ignore[no-any-return]
-    return [{"name": name, **case._asdict(), "status": "failed", "reason": reason} for case in cases]
+def work(worker: Path, name: str, cases: list[LinearCase], rounds: int, dry: bool) -> list[dict[str, Any]]:
+    """The rows of a contender, in its process."""
+    ready = [checked(name, LinearCase(*fields), dry) for fields in cases]
+    gpu_process.wait_for_turn(worker)
+    return [this.row if dry else figures(this, rounds) for this in ready]
+
+
+def in_own_processes(
+    names: Sequence[str], cases: list[LinearCase], settings: Arrays, minutes: int
+) -> Iterator[list[dict[str, Any]]]:
+    """`work` of each contender. If one fails, all its rows have the status failed, with its last line."""
+    tasks = [{"name": name, "cases": cases, **settings} for name in names]
+    workers = [gpu_process.Worker(__file__, task, settings["dry"] or task["name"] == "FLA") for task in tasks]
+    for worker in workers:
+        worker.wait_until_ready(minutes)
+    for name, worker in zip(names, workers, strict=True):
+        rows, reason = worker.finish(minutes)
+        failed = {"name": name, "status": "failed", "reason": reason}
+        yield rows or [{**failed, **case._asdict()} for case in cases]
 
 
 def main(
     rule: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(RULES)}; may repeat.")] = None,
     contender: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(CONTENDERS)}; may repeat.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds of timing; the best one is reported.")] = 5,
-    minutes: Annotated[int, typer.Option(help="Time limit of each contender.")] = 30,
+    minutes: Annotated[int, typer.Option(help="Time limit of each contender to be ready, and to be timed.")] = 30,
     dry: Annotated[bool, typer.Option(help="Small cases, Triton interpreted: checked, not timed.")] = False,
     json: Annotated[Path | None, typer.Option(help="File for all figures.")] = None,
     worker: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check and time calls of linear attention."""
     if worker is not None and json is not None:
-        task = json_module.loads(worker.read_text())
-        rows = [figures(task["name"], LinearCase(*fields), **task["settings"]) for fields in task["cases"]]
-        json.write_text(json_module.dumps(rows))
+        json.write_text(json_module.dumps(work(worker, **json_module.loads(worker.read_text()))))
         return
     cases, settings = all_cases(rule or list(RULES), dry), {"rounds": rounds, "dry": dry}
-    by_contender = [in_its_own_process(name, cases, settings, minutes) for name in contender or CONTENDERS]
+    by_contender = list(in_own_processes(contender or list(CONTENDERS), cases, settings, minutes))
     rows = [row for of_case in zip(*by_contender, strict=True) for row in of_case]
     ours = {LinearCase(*(row[x] for x in LinearCase._fields)): row.get("ms") for row in rows
             if row["name"] == "attnops-triton"}  # fmt: skip

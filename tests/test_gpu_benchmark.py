@@ -198,7 +198,8 @@ def test_linear_attention_is_checked_in_a_process(script: Any) -> None:
     gpu = script("gpu_linear")
     (prompt, gradients, token), (channel, _) = (gpu.all_cases([rule], dry=True) for rule in ("gdn", "kda"))
     assert (prompt.tokens, gradients.gradients, token.tokens, channel.tokens) == (40, True, 1, 40)
-    rows = gpu.in_its_own_process("attnops-triton", [prompt, token, channel], {"rounds": 1, "dry": True}, 5)
+    cases = [prompt, token, channel]
+    (rows,) = gpu.in_own_processes(["attnops-triton"], cases, {"rounds": 1, "dry": True}, 5)
     assert [row["status"] for row in rows] == ["ok", "ok", "refused"], rows
     assert rows[2]["reason"].startswith("decay=channel")
 
@@ -216,13 +217,13 @@ def test_only_right_results_of_linear_attention_are_timed(script: Any, monkeypat
     monkeypatch.setitem(gpu.CONTENDERS, "other", program)
     monkeypatch.setattr(timing, "measure", lambda program, rounds: timing.Timing(1e-9, 1e-10, 1e-9))
     case = gpu.LinearCase("gdn", 2, 6, True, 2, 4, 8, "bfloat16")
-    row = gpu.figures("other", case, 1, dry=False)
+    row = gpu.figures(gpu.checked("other", case, dry=False), 1)
     assert (row["status"], row["error"]) == ("ok", 0.0)
     tokens = 2 * 6  # four arrays of each size: queries, keys, their gradients; values, outputs ...; decays, betas ...
     assert row["GB/s"] == 4 * tokens * (2 * 8 * 2 + 4 * 8 * 2 + 4 * 4)
     for changed[0] in ("out", "key", "decay"):
-        assert gpu.figures("other", case, 1, dry=False)["status"] == "wrong"
+        assert gpu.checked("other", case, dry=False).row["status"] == "wrong"
     token = case._replace(tokens=1, gradients=False)
-    assert gpu.figures("other", token, 1, dry=False)["status"] == "ok"
+    assert gpu.checked("other", token, dry=False).row["status"] == "ok"
     changed[0] = "state"
-    assert gpu.figures("other", token, 1, dry=False)["status"] == "wrong"
+    assert gpu.checked("other", token, dry=False).row["status"] == "wrong"

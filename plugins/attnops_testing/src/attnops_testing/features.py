@@ -53,6 +53,7 @@ class Spec:
         dropout_prob, softmax_scale, logits_soft_cap, return_lse, return_weights, return_max_logits: options of the
             call.
         layout, runtime_dtype: fields of the metadata; None to keep its values.
+        own_tiles: whether the kernel chooses its tiles.
     """
 
     block: int = 16
@@ -81,6 +82,7 @@ class Spec:
     return_max_logits: bool = False
     layout: str | None = None
     runtime_dtype: str | None = None
+    own_tiles: bool = False
 
     def problem(self, metadata: OperationMetadata | None = None, seed: int = 0) -> Problem:
         """The problem, with random arrays.
@@ -125,13 +127,14 @@ class Spec:
         dropout_prob = self.dropout_prob or metadata.dropout_prob
         if dropout_prob:
             options["dropout_key"] = jax.random.key(11)
+        tile = None if self.own_tiles else self.block
         # Features take precedence over the metadata.
         metadata = metadata.replace(
             layout=self.layout or metadata.layout,
             runtime_dtype=self.runtime_dtype or metadata.runtime_dtype,
             dropout_prob=dropout_prob,
-            block_q=metadata.block_q or self.block,
-            block_k=metadata.block_k or self.block,
+            block_q=metadata.block_q or tile,
+            block_k=metadata.block_k or tile,
         )
         return Problem(
             query=query, key=key, value=value, options=options, metadata=metadata, seed=seed, visible=visible,
@@ -261,7 +264,15 @@ def combine(names: Iterable[str], block: int = 16, fit: Fit | None = None) -> Sp
     """
     fit = Fit(block=block) if fit is None else fit
     plain = Spec(
-        block=fit.block, multiple=fit.multiple, T=(fit.tiles, 0.5), B=fit.B, H=fit.H, K=fit.H, D=fit.D, dtype=fit.dtype
+        block=fit.block,
+        multiple=fit.multiple,
+        T=(fit.tiles, 0.5),
+        B=fit.B,
+        H=fit.H,
+        K=fit.H,
+        D=fit.D,
+        dtype=fit.dtype,
+        own_tiles=fit.own_tiles,
     )
     changes: dict[str, Any] = {}
     groups: dict[str, str] = {}

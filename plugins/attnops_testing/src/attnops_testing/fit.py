@@ -30,6 +30,7 @@ class Fit:
         H: heads, as many as kv heads.
         D: head_dim of query, key and value.
         dtype: the dtype of query, key and value.
+        own_tiles: whether the kernel chooses its tiles; otherwise the metadata states ``block``.
     """
 
     block: int = 16
@@ -39,6 +40,7 @@ class Fit:
     H: int = 4
     D: int = 16
     dtype: str = "float32"
+    own_tiles: bool = False
 
     def tokens(self, tiles: int, more: float) -> int:
         """The length of ``tiles`` tiles and ``more``: a number of tokens (an int), or a fraction of a tile, for which

@@ -132,7 +132,8 @@ class Subject:
         dtype: the dtype of the plain problem. None: the first of float32, bfloat16 and float16 that the operation
             serves.
         head_dim: the head dim of query, key and value in the plain problem. None: the smallest of 16, 32, 64, 128 and
-            256 that the operation serves.
+            256 that the operation serves. If it is stated, lengths are 2.5 times 128 tokens or more and the operation
+            chooses its tiles, as in real calls: it may have kernels of its own for them.
         metadata: other fields of the metadata, such as the rules of axes.
 
     Raises:
@@ -260,7 +261,8 @@ class Subject:
 
         assert isinstance(plain, AttentionRequest)
         fit = find_fit(reasons, plain, self.block, dtypes or DTYPES, (self.head_dim,) if self.head_dim else HEAD_DIMS)
-        return dataclasses.replace(fit, dtype=self.dtype or fit.dtype)
+        fit = dataclasses.replace(fit, dtype=self.dtype or fit.dtype)
+        return fit if self.head_dim is None else dataclasses.replace(_lengthened(fit), own_tiles=True)
 
     @functools.cached_property
     def served(self) -> tuple[str, ...]:
@@ -270,12 +272,8 @@ class Subject:
     @functools.cached_property
     def long(self) -> Subject:
         """The subject with long problems: 2.5 tiles of at least 128 tokens, for kernels that choose their own tiles."""
-        fit = self.fit
-        block = max(128, 2 * fit.multiple, fit.block)
         copy = dataclasses.replace(self)
-        H = 2 if fit.H == 4 else fit.H
-        smaller = dataclasses.replace(fit, block=block, B=1, H=H)
-        vars(copy)["fit"] = smaller  # if the operation refuses this one, every check reports that
+        vars(copy)["fit"] = _lengthened(self.fit)  # if the operation refuses this one, every check reports that
         return copy
 
     def small(self, heads: int) -> Subject:
@@ -376,6 +374,12 @@ class Subject:
         if outcome.status is Status.RIGHT:
             return refused(joined(names), reasons) if reasons else None
         return outcome
+
+
+def _lengthened(fit: Fit) -> Fit:
+    """The problem in tiles of 128 tokens or more, with fewer batches and heads."""
+    block = max(128, 2 * fit.multiple, fit.block)
+    return dataclasses.replace(fit, block=block, B=1, H=2 if fit.H == 4 else fit.H)
 
 
 def _is_core(value: type | Callable[..., object]) -> bool:

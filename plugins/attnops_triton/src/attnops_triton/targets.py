@@ -19,6 +19,9 @@ LIKE: Final = {"sm_103": "sm_100"}
 # All targets that can be named.
 TARGETS: Final = (*SHARED_MEMORY, *LIKE)
 
+# Targets with tile sizes of their own.
+_TABLES: Final = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942")
+
 # Multiprocessors (AMD: compute units) of the largest GPU of a target.
 _MULTIPROCESSORS: Final = {
     "sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256,
@@ -67,8 +70,20 @@ def target(arch: str) -> Iterator[None]:
 
 
 def shared_memory(arch: str) -> int:
-    """Bytes of shared memory that one program may use, on one of `TARGETS`."""
-    return SHARED_MEMORY[LIKE.get(arch, arch)]
+    """Bytes of shared memory that one program may use; of an unknown architecture, those of the nearest one."""
+    return SHARED_MEMORY.get(LIKE.get(arch, arch)) or SHARED_MEMORY[known(arch)]
+
+
+def known(arch: str) -> str:
+    """The architecture with tables of tile sizes whose tiles ``arch`` has."""
+    if arch in _TABLES:
+        return arch
+    if arch.startswith("gfx"):
+        return "gfx942"
+    if arch in ("sm_86", "sm_89"):
+        return "sm_86"
+    number = int("".join(c for c in arch if c.isdigit()) or 90)
+    return "sm_120" if number >= 120 else "sm_100" if number >= 100 else "sm_90" if number >= 90 else "sm_80"
 
 
 def is_amd(arch: str) -> bool:

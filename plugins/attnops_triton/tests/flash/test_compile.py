@@ -243,3 +243,23 @@ def test_kernels_are_the_same_text_in_every_process() -> None:
     ]
     jax.clear_caches()
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_large_tiles_have_fewer_stages_or_are_refused() -> None:
+    """A program of sm_90 has 232,448 bytes of shared memory; with two stages the forward pass would need 344,064."""
+    fields = OperationMetadata(platform="cuda", on_unsupported="error", block_q=128, block_k=128)
+    operation: Any = OperationRegistry.create("attnops-triton:flash", fields)
+    x = jax.ShapeDtypeStruct((1, 320, 2, 256), jnp.bfloat16)
+    mask = Causal() & Dense(np.ones((1, 1, 320, 320), bool))
+
+    def both(*qkv: jax.Array) -> Any:
+        out, pull_back = jax.vjp(lambda *x: operation(*x, mask=mask).attention_outputs, *qkv)
+        return pull_back(out)
+
+    forward, by_query, _ = kernels(both, (x, x, x), "sm_90")
+    assert build(forward.recipe).shared == 131072
+    with pytest.raises(
+        ValueError, match=r"needs 262,144 bytes of shared memory, of which a program has 232,448: state"
+    ):
+        build(by_query.recipe)

@@ -29,8 +29,8 @@ from attnops_testing import attention
 from attnops_testing.invariance import Sizes, changed_by_batch
 from attnops_triton import versions
 from attnops_triton.flash.plan import head_dim_chunks
-from attnops_triton.flash.tile_sizes import TABLE, choose, known
-from attnops_triton.targets import SHARED_MEMORY, target
+from attnops_triton.flash.tile_sizes import TABLE, choose
+from attnops_triton.targets import SHARED_MEMORY, known, target
 
 NAME = "attnops-triton:flash"
 

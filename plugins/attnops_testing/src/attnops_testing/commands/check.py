@@ -72,7 +72,11 @@ def command(
     ] = None,
     head_dim: Annotated[
         int | None,
-        typer.Option(help="The head dim of query, key and value.", show_default="the smallest that is served", min=1),
+        typer.Option(
+            help="The head dim; lengths are 320 or more, and the kernel chooses its tiles.",
+            show_default="the smallest that is served",
+            min=1,
+        ),
     ] = None,
     pairs: Annotated[
         Literal["none", "sample", "all"] | None,

@@ -41,11 +41,11 @@ def find_machine(operations: Sequence[str], every: bool, limit: float | None) ->
 def check(
     operation: str, part: str, case: Any, mode: str, dtype: str | None = None, head_dim: int | None = None
 ) -> Answer:
-    """The outcomes of a case of the conformance suite; with a head dim, in a problem of tiles of 128."""
+    """The outcomes of a case of the conformance suite."""
     make_cpu_devices()
     case = case if isinstance(case, str) else tuple(case)
     subject = Subject(operation=operation, mode=mode, dtype=dtype, head_dim=head_dim)
-    outcomes = SUITE[part].check(subject.long if head_dim else subject, case)
+    outcomes = SUITE[part].check(subject, case)
     return _worst(outcomes), _details(outcomes), [dataclasses.asdict(outcome) for outcome in outcomes]
 
 

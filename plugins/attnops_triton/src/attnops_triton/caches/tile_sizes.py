@@ -9,8 +9,7 @@ from typing import Final
 from attnops.kernels import TraceContext
 from attnops_triton.caches.plan import CacheTileSizes
 from attnops_triton.flash.plan import cdiv
-from attnops_triton.flash.tile_sizes import known
-from attnops_triton.targets import SHARED_MEMORY, is_amd, multiprocessors
+from attnops_triton.targets import SHARED_MEMORY, is_amd, known, multiprocessors
 
 # Programs per multiprocessor, which hide each other's latencies.
 _RESIDENT: Final = 2

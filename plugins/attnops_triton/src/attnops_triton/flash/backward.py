@@ -24,9 +24,8 @@ from attnops_triton.flash.operands import Arrays, Operand, score_operands
 from attnops_triton.flash.plan import LOG2E, FlashPlan, cdiv
 from attnops_triton.flash.sizes import is_even
 from attnops_triton.flash.tile_schedule import TileSchedule
-from attnops_triton.flash.tile_sizes import known
 from attnops_triton.language.translate import differentiable
-from attnops_triton.targets import TENSOR_MEMORY
+from attnops_triton.targets import TENSOR_MEMORY, known
 
 
 class Inputs(NamedTuple):

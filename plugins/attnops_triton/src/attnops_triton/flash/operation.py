@@ -109,10 +109,9 @@ class TritonFlashAttention(FlashAttention):
 
 def gpu_reasons(request: Request) -> Iterable[Reason]:
     """Reasons why kernels can't run on the GPU that they would be compiled for, if there is one."""
-    from attnops_triton.flash.tile_sizes import known
     from attnops_triton.language import assembler
     from attnops_triton.language.compat import device_arch
-    from attnops_triton.targets import CDNA, SHARED_MEMORY, current, is_amd
+    from attnops_triton.targets import CDNA, SHARED_MEMORY, current, is_amd, known
 
     arch = current() or device_arch()
     if is_amd(arch) and arch not in CDNA:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Final
 
 from attnops_triton.flash.plan import TileSizes
-from attnops_triton.targets import LIKE
+from attnops_triton.targets import LIKE, known
 
 T = TileSizes
 W = functools.partial(TileSizes, registers=255)  # ptxas may use all registers
@@ -171,15 +171,3 @@ def choose(
     *others, by_score = (dataclasses.replace(t, bq=block_q or t.bq, bk=block_k or t.bk) for t in row)
     square = min(by_score.bq, by_score.bk)
     return (*others, T(square, square, by_score.warps, by_score.stages))
-
-
-def known(arch: str) -> str:
-    """The architecture of the table whose tiles ``arch`` has."""
-    if arch in TABLE:
-        return arch
-    if arch.startswith("gfx"):
-        return "gfx942"
-    if arch in ("sm_86", "sm_89"):
-        return "sm_86"
-    number = int("".join(c for c in arch if c.isdigit()) or 90)
-    return "sm_120" if number >= 120 else "sm_100" if number >= 100 else "sm_90" if number >= 90 else "sm_80"

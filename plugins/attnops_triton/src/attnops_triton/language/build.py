@@ -17,7 +17,7 @@ import jax
 from attnops_triton import versions
 from attnops_triton.language import store
 from attnops_triton.language.source import KernelFunction
-from attnops_triton.targets import capability, is_amd, ptx_version, wave_size
+from attnops_triton.targets import capability, is_amd, known, ptx_version, shared_memory, wave_size
 
 _POINTERS: Final = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
@@ -121,11 +121,22 @@ def from_store(code: bytes, fields: dict[str, Any]) -> CompiledKernel:
 def compiled(recipe: Recipe) -> CompiledKernel:
     """The program of a recipe, by Triton's compiler, without its assembler.
 
+    If tiles that a call states need more shared memory than there is, the pipeline has fewer stages.
+
     Raises:
+        ValueError: the program needs more shared memory than there is with one stage too.
         NotImplementedError: the program needs memory that launching does not allocate.
     """
     name, arch = recipe.kernel.name, recipe.arch
     modules, metadata = lowered(recipe)
+    room = shared_memory(known(arch))
+    if metadata["shared"] > room:
+        if recipe.stages > 1 and not recipe.kernel.gluon:
+            return compiled(dataclasses.replace(recipe, stages=recipe.stages - 1))
+        raise ValueError(
+            f"{name} for {arch} needs {metadata['shared']:,} bytes of shared memory, of which a program has {room:,}: "
+            "state smaller block_q and block_k in OperationMetadata, or neither"
+        )
     if needed := metadata.get("global_scratch_size") or 0:
         raise NotImplementedError(f"{name} for {arch} needs {needed} bytes of scratch memory a program")
     if is_amd(arch):

@@ -11,9 +11,8 @@ from jax import lax
 from attnops import OperationMetadata
 from attnops_linear.chunks import FEW
 from attnops_triton.flash.plan import cdiv
-from attnops_triton.flash.tile_sizes import known
 from attnops_triton.language.compat import device_arch
-from attnops_triton.targets import SHARED_MEMORY, TENSOR_MEMORY, current, is_amd, multiprocessors
+from attnops_triton.targets import SHARED_MEMORY, TENSOR_MEMORY, current, is_amd, known, multiprocessors
 
 # Tokens of the blocks whose inverses are found by substitution; the smallest side of a product.
 BLOCK: Final = 16

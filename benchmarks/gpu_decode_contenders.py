@@ -58,14 +58,19 @@ class Step(NamedTuple):
     device: str
 
 
-def _attnops(case: DecodeCase, interpret: bool) -> Step:
-    """`op(query, cache)` of attnops-triton."""
+def _attnops(case: DecodeCase, interpret: bool, times: int = 0) -> Step:
+    """`op(query, cache)` of attnops-triton; if stated, with so many splits that programs are ``times`` as many as an
+    H200 runs at once.
+    """
+    import contextlib
+
     import jax
     import jax.numpy as jnp
 
     from attnops import OperationMetadata, OperationRegistry
     from attnops.masks import Causal
     from attnops_caches import PagedCache, Quantized
+    from attnops_triton.caches.tile_sizes import splits
 
     max_pages = -(-case.length // case.page)
     table = np.random.default_rng(0).permutation(case.batch * max_pages).reshape(case.batch, max_pages)
@@ -100,7 +105,13 @@ def _attnops(case: DecodeCase, interpret: bool) -> Step:
         arrays = query[b, 0, heads], keys[0, :, k][held[0]], values[0, :, k][held[0]], out[b, 0, heads]
         return tuple(np.asarray(x, np.float64) for x in arrays)
 
-    return Step(lambda: program(query, cache), jax.block_until_ready, part, jax.devices()[0].device_kind)
+    count = min(64, max(1, -(-times * 396 // (case.batch * case.kv_heads))))
+
+    def run() -> jax.Array:
+        with splits(count) if times else contextlib.nullcontext():
+            return program(query, cache)
+
+    return Step(run, jax.block_until_ready, part, jax.devices()[0].device_kind)
 
 
 class _Arrays:
@@ -243,6 +254,7 @@ def _module(name: str, install: str) -> Any:
 # By name; functions of the case and of whether Triton is interpreted.
 CONTENDERS: Final[dict[str, Callable[[DecodeCase, bool], Step]]] = {
     "attnops-triton": _attnops,
+    "attnops-triton-split": lambda case, dry: _attnops(case, dry, times=4),
     "FlashInfer": _flashinfer,
     "vLLM": _vllm,
     "FlashAttention-3": lambda case, _: _flash_attention(

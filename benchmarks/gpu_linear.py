@@ -10,7 +10,7 @@ and returns the last ones; a single token updates float32 states, which attnops 
 float32 operands of products into three of bfloat16; attnops-triton-default rounds them once, as FLA does. attnops'
 gradients are native. FLA's kernels tune themselves in the first call.
 
-Each contender (`gpu_linear_contenders.py`) runs in a separate process. All compile and check at the same time, then each
+Each contender (`gpu_linear_contenders.py`) runs in a separate process. All compile and check at once, then each
 times its programs. The first and the last row and key head of a case are compared with `attnops_linear.reference` in
 float64: ``error`` is relative to the largest element.
 GB/s count each array once. ``ratio`` is the time divided by attnops-triton's. It needs attnops-triton and
@@ -68,7 +68,7 @@ def _gradients(x: Arrays, d_out: Any) -> Any:
 
 
 def truth(given: Arrays) -> Arrays:
-    """The output and the last state, or the output and the gradients, in float64, on the host: GPUs are slow at scans."""
+    """The output and the last state, or the output and the gradients, in float64, by the host: GPUs are slow at it."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         x = {name: jnp.asarray(array, jnp.float64) for name, array in given.items()}
         state, d_out = x.pop("state", None), x.pop("d_out", None)

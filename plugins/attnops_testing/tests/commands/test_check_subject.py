@@ -194,3 +194,13 @@ def test_what_is_not_declared_to_be_attention_is_status_2():
     assert result.exit_code == 2
     assert "acme:linear does not declare that it computes softmax attention" in result.stderr
     assert "attnops_testing.check_against compares an operation with another reference" in result.stderr
+
+
+def test_a_stated_head_dim_leaves_tiles_to_the_kernel():
+    subject = Subject(operation="attnops:flash", dtype="bfloat16", head_dim=64)
+    assert (subject.fit.D, subject.fit.dtype, subject.long.fit) == (64, "bfloat16", subject.fit)
+    problem = subject.problem(["Causal"])
+    assert problem.inputs["query"].shape[1::2] == (320, 64)
+    assert (problem.metadata.block_q, problem.metadata.block_k) == (None, None)
+    plain = Subject(operation="attnops:flash").problem(["Causal"])
+    assert (plain.inputs["query"].shape[1::2], plain.metadata.block_q) == ((40, 16), 16)

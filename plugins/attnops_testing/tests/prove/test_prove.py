@@ -19,6 +19,7 @@ import pytest
 from attnops_cli.show import mask_with_values
 from attnops_linear import LinearAttention
 from attnops_linear.testing import PROBLEMS
+from attnops_testing.commands.prove import _default_jobs
 from attnops_testing.prove.cases import timed_cases
 from attnops_testing.prove.plan import alone, plan
 from attnops_testing.prove.predicted import _rows, predicted
@@ -110,7 +111,7 @@ def test_a_wrong_kernel_a_hang_and_a_crash_are_rows_and_not_the_end(tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_cpus_kernels_are_proven_with_times(tmp_path: Path) -> None:
-    done = prove(tmp_path, {**os.environ, "JAX_PLATFORMS": "cpu"}, "attnops:flash")
+    done = prove(tmp_path, {**os.environ, "JAX_PLATFORMS": "cpu"}, "attnops:flash", "--jobs", "2")
     report = (tmp_path / "attnops-prove.md").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + report
     assert set(endings(tmp_path).values()) <= {"right", "refused", "not run"}
@@ -140,6 +141,18 @@ def test_the_first_steps_are_the_smallest_calls() -> None:
     assert len({(x.section, x.name) for x in steps}) == len(steps)
     assert found.value["peers"]["jax.nn"] == ""
     assert found.value["peers"]["rpa"] == "not on this platform: it runs on tpu, and this is cpu"
+
+
+def test_accelerators_check_each_feature_in_bfloat16_at_head_dims_of_models() -> None:
+    found: dict[str, set[int]] = {}
+    for each in plan("cuda", ["attnops:flash"], every=True, limit=None):
+        if each.arguments.get("dtype") == "bfloat16":
+            found.setdefault(each.section, set()).add(each.arguments["head_dim"])
+    assert found == {"Features in bfloat16": {64, 128, 256}, "Caches in bfloat16": {128}}
+    assert all("bfloat16" not in x.section for x in plan("cpu", ["attnops:flash"], every=True, limit=None))
+    kinds = {"NVIDIA H200": min(8, max(1, (os.cpu_count() or 1) // 2)), "TPU v6 lite": 1}
+    for kind, jobs in kinds.items():
+        assert _default_jobs(Record({"devices": [kind]}, [], [])) == jobs
 
 
 def test_linear_attention_is_proven_by_its_own_suite() -> None:

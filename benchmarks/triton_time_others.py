@@ -50,11 +50,12 @@ OPS = {
 # Milliseconds of vLLM 0.33's step of decoding on an H200, by stored dtype: benchmarks/README.md. torch had Triton 3.6.
 VLLM = {"": 0.452, "float8_e4m3fn": 0.506}
 H200 = (1.8e9, 132, 4.8e12)
-# Milliseconds of FlashInfer's step of decoding by tensor cores on an H20 (issue 1572 of flash-attention): 128 rows of
-# 16,384 tokens, K 16, G 8, D 128, float16, pages of 128. The clock is not stated: the highest of an H100 stands for it.
-# That FlashInfer was of early 2025. The last two are bytes and operations of products per second, by the data sheet.
-FLASHINFER = 5.10
-H20 = (1.98e9, 78, 4.0e12, 148e12)
+# Milliseconds of FlashInfer's step of decoding by tensor cores, G 8 and D 128 in 16 bits, by GPU, rows, tokens and K. On
+# an H20: issue 1572 of flash-attention, with a FlashInfer of early 2025 and pages of 128. Its clock is not stated: the
+# highest of an H100 stands for it. On an H200: benchmarks/README.md; nvidia-smi said 1.98 GHz.
+FLASHINFER = {("H20", 128, 16384, 16): 5.10, ("H200", 8, 32768, 8): 0.253, ("H200", 64, 32768, 8): 1.937}
+# Clock, multiprocessors, and bytes and operations of products per second by the data sheet.
+DECODING = {"H20": (1.98e9, 78, 4.0e12, 148e12), "H200": (1.98e9, 132, 4.8e12, 989e12)}
 # The kernel that is chosen for one query of each row and 8 query heads per kv head, with the shared memory of sm_90:
 # 16 rows of scores, 4 warps, and tiles of 128 keys (BatchPrefillWithPagedKVCacheDispatched).
 FLASHINFER_KERNEL = """
@@ -172,14 +173,15 @@ def flashinfer(folder: Path) -> None:
         options = ("-cubin", "-arch=sm_90a", "-std=c++17", "--expt-relaxed-constexpr", *(f"-I{x}" for x in includes))
         subprocess.run([str(cuda / "bin" / "nvcc"), *options, str(source), "-o", str(binary)], check=True)
         loop = largest_loop(binary)
-    clock, multiprocessors, bandwidth, rate = H20
-    tokens = 128 * 16 * 16384
-    memory, tensor = tokens * 512 / bandwidth, 4 * 16 * 128 * tokens / rate
-    issue = tokens / 128 * sum(loop.values()) * 4 / ISSUED / multiprocessors / clock
-    found = (max(memory, tensor) + WAITS * issue) * 1e3
-    parts = f"bytes {memory * 1e3:.2f}, issue {issue * 1e3:.2f}, tensor cores {tensor * 1e3:.2f}"
-    print(f"FlashInfer: {sum(loop.values())} instructions a tile, {found:.2f} ms ({parts}), "
-          f"{FLASHINFER} {found / FLASHINFER - 1:+.0%}")  # fmt: skip
+    for (gpu, rows, length, K), published in FLASHINFER.items():
+        clock, multiprocessors, bandwidth, rate = DECODING[gpu]
+        tokens = rows * K * length
+        memory, tensor = tokens * 512 / bandwidth, 4 * 16 * 128 * tokens / rate
+        issue = tokens / 128 * sum(loop.values()) * 4 / ISSUED / multiprocessors / clock
+        found = (max(memory, tensor) + WAITS * issue) * 1e3
+        parts = f"bytes {memory * 1e3:.3f}, issue {issue * 1e3:.3f}, tensor cores {tensor * 1e3:.3f}"
+        print(f"FlashInfer, {gpu}, {rows} rows: {sum(loop.values())} instructions a tile, {found:.3f} ms ({parts}), "
+              f"{published} {found / published - 1:+.0%}")  # fmt: skip
 
 
 def main(

@@ -49,9 +49,10 @@ class Worker:
             try:
                 code = self._process.wait(60 * minutes)
             except subprocess.TimeoutExpired:
+                return None, f"it ran longer than {minutes} minutes"
+            finally:
                 self._process.kill()
                 self._process.wait()
-                return None, f"it ran longer than {minutes} minutes"
             if code:
                 lines = self._errors.read_text(errors="replace").strip().splitlines()
                 return None, (lines or ["no message"])[-1]
@@ -65,8 +66,11 @@ def run(script: str, task: dict[str, Any], on_cpu: bool, minutes: int) -> tuple[
 
 def wait_for_turn(task: Path) -> None:
     """In a worker: say that all is compiled and checked, and wait until the GPU is free."""
+    parent = os.getppid()
     _ready(task).touch()
     while not _turn(task).exists():
+        if os.getppid() != parent:
+            sys.exit("the process that started it ended")
         time.sleep(0.05)
 
 

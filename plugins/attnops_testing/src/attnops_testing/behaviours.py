@@ -346,7 +346,8 @@ def memory_growth(subject: Subject, case: str, length: int = 1024) -> None:
 def _temporaries(subject: Subject, case: str, T: int) -> int | None:
     """Bytes of temporaries, forward and backward, at T queries and keys."""
     fit = subject.fit
-    operation = subject.make(subject.base.replace(block_q=4 * fit.block, block_k=4 * fit.block))
+    tile = None if fit.own_tiles else 4 * fit.block
+    operation = subject.make(subject.base.replace(block_q=tile, block_k=tile))
     array = jax.ShapeDtypeStruct((1, T, 2, max(64, fit.D)), fit.dtype)
     options = MEMORY[case](T)
 

@@ -47,7 +47,8 @@ def cache_problem(subject: Subject, names: Sequence[str], foreign: Foreign | Non
     """The problem that has these features, of sizes that the operation serves."""
     fit = subject.fit
     # Without a mode: the call over a cache determines it.
-    metadata = subject.base.replace(mode=None, block_q=fit.block, block_k=fit.block)
+    tile = None if fit.own_tiles else fit.block
+    metadata = subject.base.replace(mode=None, block_q=tile, block_k=tile)
     return CacheProblem(combine_cache(names), metadata, head_dim=fit.D, dtype=fit.dtype, foreign=foreign)
 
 

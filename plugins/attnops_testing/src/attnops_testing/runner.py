@@ -137,7 +137,8 @@ class Subject:
         metadata: other fields of the metadata, such as the rules of axes.
 
     Raises:
-        ValueError: the dtype is unknown, or the metadata has another platform, mode or interpret.
+        ValueError: the dtype is unknown, the head dim is less than 1, or the metadata has another platform, mode or
+            interpret.
     """
 
     operation: str | type[OperationImpl]
@@ -152,6 +153,8 @@ class Subject:
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} must be one of {list(DTYPES)}")
+        if self.head_dim is not None and self.head_dim < 1:
+            raise ValueError(f"head_dim={self.head_dim} must be at least 1, or None for the smallest that is served")
         stated = self.metadata
         given = OperationMetadata(platform=self.platform, interpret=self.interpret, mode=self.mode)
         for name in ("platform", "interpret", "mode"):

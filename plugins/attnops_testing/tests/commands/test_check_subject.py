@@ -13,6 +13,8 @@ from attnops import Limits, OperationImpl, OperationMetadata, OperationRegistry,
 from attnops.dispatch.plugins import Plugin, State
 from attnops.masks import Segments, SlidingWindow
 from attnops.operations.vanilla import VanillaAttention
+from attnops_testing.caches import cache_problem
+from attnops_testing.commands.check import _heading
 from attnops_testing.pairs import sampled_pairs
 from attnops_testing.runner import NothingToCheckError, Status, Subject
 
@@ -201,6 +203,10 @@ def test_a_stated_head_dim_leaves_tiles_to_the_kernel():
     assert (subject.fit.D, subject.fit.dtype, subject.long.fit) == (64, "bfloat16", subject.fit)
     problem = subject.problem(["Causal"])
     assert problem.inputs["query"].shape[1::2] == (320, 64)
-    assert (problem.metadata.block_q, problem.metadata.block_k) == (None, None)
+    for metadata in (problem.metadata, cache_problem(subject, []).metadata):
+        assert (metadata.block_q, metadata.block_k) == (None, None)
+    assert "T = 320, in the operation's own tiles" in _heading(subject)
+    with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
+        Subject(operation="attnops:flash", head_dim=0)
     plain = Subject(operation="attnops:flash").problem(["Causal"])
     assert (plain.inputs["query"].shape[1::2], plain.metadata.block_q) == ((40, 16), 16)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -200,9 +201,13 @@ def test_a_process_that_can_not_be_killed_is_left_behind() -> None:
 
 
 def test_a_process_that_raises_is_a_crash_with_its_output() -> None:
-    result = run_step(step("check", operation="attnops:flash", part="nonesuch", case=[], mode="train"))
+    stopped = threading.Event()
+    wrong = step("check", operation="attnops:flash", part="nonesuch", case=[], mode="train")
+    result = run_step(wrong, stopped)
     assert result.ending is Ending.CRASH
     assert "KeyError: 'nonesuch'" in result.output
+    stopped.set()  # a thread that was about to start it
+    assert run_step(wrong, stopped).seconds == 0
 
 
 def record(*results: tuple[str, Result], versions: str = "1") -> Record:
@@ -262,6 +267,11 @@ def test_results_of_other_versions_are_refused_and_of_other_sections_kept(tmp_pa
     down.resume(earlier)
     assert down.results["Times", "causal"].ending is Ending.CRASH
     assert [x.name for x in alone(down.steps[0])] == ["causal: a alone", "causal: b alone"]
+    # A record of the version before has one step, or null.
+    for before, now in ((None, []), (["Times", "causal"], [("Times", "causal")])):
+        earlier.running = before  # type: ignore[assignment]
+        earlier.write(tmp_path / "record.json")
+        assert Record.read(tmp_path / "record.json").running == now
     (tmp_path / "record.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a record of attnops prove"):
         Record.read(tmp_path / "record.json")

@@ -177,11 +177,13 @@ def _heading(subject: Subject) -> str:
         text += ", interpreted"
     fit, long = subject.fit, subject.long.fit
     lengths = fit.tokens(2, 0.5), long.tokens(2, 0.5)
-    problems = (
-        f"problems of B{fit.B} H{fit.H} D{fit.D} {fit.dtype}, T = {lengths[0]} in tiles of {fit.block} and "
-        f"T = {lengths[1]} in tiles of {long.block}"
-    )
-    return "\n".join([text, *([f"  {where}"] if where else []), f"  {problems}; for larger tiles state --block"])
+    problems = f"problems of B{fit.B} H{fit.H} D{fit.D} {fit.dtype}, "
+    if fit.own_tiles:
+        problems += f"T = {lengths[0]}, in the operation's own tiles"
+    else:
+        problems += f"T = {lengths[0]} in tiles of {fit.block} and T = {lengths[1]} in tiles of {long.block}; "
+        problems += "for larger tiles state --block"
+    return "\n".join([text, *([f"  {where}"] if where else []), f"  {problems}"])
 
 
 def _sections(subject: Subject, every: bool, pairs: str, refuses: Sequence[str]) -> dict[str, list[Check]]:

@@ -142,7 +142,7 @@ def _run(record: Record, path: Path, jobs: int) -> None:
                 progress.update(task, description=f"{step.section}: {step.name}", total=len(record.steps))
                 record.running.append(key)
                 record.write(path)
-            result = run(step)
+            result = run(step, stopped)
             with lock:
                 if stopped.is_set():  # it was killed
                     return

@@ -13,7 +13,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,22 +32,28 @@ _AFTER: Final = 60
 _LINES: Final = 30
 # How long a killed process may take to end. One in a driver's call may never end, and the others go on without it.
 _END: Final = 10.0
+# Python asks how each process ended when it starts one: if two threads ask at once, one of them loses the answer.
+_LOCK: Final = threading.Lock()
 
 
-def run(step: Step) -> Result:
+def run(step: Step, stopped: threading.Event | None = None) -> Result:
     """Run a step in a process of its own.
 
     The process, and what it started, are killed after ``step.seconds``. Its output is kept, and is part of the result
-    if it crashed or hung.
+    if it crashed or hung. No process is started once ``stopped`` is set: set it before `kill_all`.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer, output = Path(folder, "answer"), Path(folder, "output")
         start = time.perf_counter()
         process = _context().Process(target=_child, args=(dataclasses.asdict(step), str(answer), str(output)))
-        process.start()
+        with _LOCK:
+            if stopped is not None and stopped.is_set():
+                return Result(Ending.CRASH, "the run was stopped before this step", 0.0)
+            process.start()
         try:
-            process.join(step.seconds)
-            hung = process.is_alive()
+            wait([process.sentinel], step.seconds)
+            with _LOCK:
+                hung = process.is_alive()
         finally:  # also where this process is stopped
             ended = _kill(process)
         seconds = time.perf_counter() - start
@@ -76,7 +84,9 @@ def _kill(process: BaseProcess) -> bool:
 
 def kill_all() -> None:
     """Kill the processes of all steps that run."""
-    for process in multiprocessing.active_children():
+    with _LOCK:
+        processes = multiprocessing.active_children()
+    for process in processes:
         _kill(process)
 
 

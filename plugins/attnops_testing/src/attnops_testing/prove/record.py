@@ -44,7 +44,10 @@ class Record:
                 (row["section"], row["name"]): Result(**row["result"] | {"ending": Ending(row["result"]["ending"])})
                 for row in fields["results"]
             }
-            running = [(section, name) for section, name in fields["running"]]
+            running = fields["running"] or []
+            if running and isinstance(running[0], str):  # earlier versions wrote one step, or null
+                running = [running]
+            running = [(section, name) for section, name in running]
             return cls(fields["machine"], fields["problems"], steps, results, running, fields["peers"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is not a record of attnops prove: {error!r}; give another file") from None

@@ -17,7 +17,7 @@ import jax
 from attnops_triton import versions
 from attnops_triton.language import store
 from attnops_triton.language.source import KernelFunction
-from attnops_triton.targets import capability, is_amd, known, ptx_version, shared_memory, wave_size
+from attnops_triton.targets import capability, is_amd, ptx_version, shared_memory, wave_size
 
 _POINTERS: Final = {
     "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int8": "*i8", "int32": "*i32", "uint32": "*u32",
@@ -129,7 +129,7 @@ def compiled(recipe: Recipe) -> CompiledKernel:
     """
     name, arch = recipe.kernel.name, recipe.arch
     modules, metadata = lowered(recipe)
-    room = shared_memory(known(arch))
+    room = shared_memory(arch)
     if metadata["shared"] > room:
         if recipe.stages > 1 and not recipe.kernel.gluon:
             return compiled(dataclasses.replace(recipe, stages=recipe.stages - 1))

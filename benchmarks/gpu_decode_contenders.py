@@ -59,8 +59,8 @@ class Step(NamedTuple):
 
 
 def _attnops(case: DecodeCase, interpret: bool, times: int = 0) -> Step:
-    """`op(query, cache)` of attnops-triton; if stated, with so many splits that programs are ``times`` as many as an
-    H200 runs at once.
+    """`op(query, cache)` of attnops-triton; if stated, with the most splits whose programs are at most ``times`` as many
+    as an H200 runs at once.
     """
     import contextlib
 
@@ -105,7 +105,7 @@ def _attnops(case: DecodeCase, interpret: bool, times: int = 0) -> Step:
         arrays = query[b, 0, heads], keys[0, :, k][held[0]], values[0, :, k][held[0]], out[b, 0, heads]
         return tuple(np.asarray(x, np.float64) for x in arrays)
 
-    count = min(64, max(1, -(-times * 396 // (case.batch * case.kv_heads))))
+    count = min(64, max(1, times * 396 // (case.batch * case.kv_heads)))
 
     def run() -> jax.Array:
         with splits(count) if times else contextlib.nullcontext():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,15 @@ def test_workers_start_together_and_time_their_programs_in_turn(
     (one, _), (other, error) = (worker.finish(1) for worker in workers)
     assert not error
     assert one[1] < other[0]
+
+
+def test_a_worker_ends_if_the_process_that_started_it_ended(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parents = iter((7, 7, 1))
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    with pytest.raises(SystemExit, match="the process that started it ended"):
+        script("gpu_process").wait_for_turn(tmp_path / "task.json")
 
 
 def decode_case(gpu: Any) -> Any:

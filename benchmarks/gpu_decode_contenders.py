@@ -59,8 +59,8 @@ class Step(NamedTuple):
 
 
 def _attnops(case: DecodeCase, interpret: bool, times: int = 0) -> Step:
-    """`op(query, cache)` of attnops-triton; if stated, with the most splits whose programs are at most ``times`` as many
-    as an H200 runs at once.
+    """`op(query, cache)` of attnops-triton; if stated, with the most splits whose programs are at most ``times`` as
+    many as an H200 runs at once.
     """
     import contextlib
 

@@ -50,9 +50,9 @@ OPS = {
 # Milliseconds of vLLM 0.33's step of decoding on an H200, by stored dtype: benchmarks/README.md. torch had Triton 3.6.
 VLLM = {"": 0.452, "float8_e4m3fn": 0.506}
 H200 = (1.8e9, 132, 4.8e12)
-# Milliseconds of FlashInfer's step of decoding by tensor cores, G 8 and D 128 in 16 bits, by GPU, rows, tokens and K. On
-# an H20: issue 1572 of flash-attention, with a FlashInfer of early 2025 and pages of 128. Its clock is not stated: the
-# highest of an H100 stands for it. On an H200: benchmarks/README.md; nvidia-smi said 1.98 GHz.
+# Milliseconds of FlashInfer's step of decoding by tensor cores, G 8 and D 128 in 16 bits, by GPU, rows, tokens and K.
+# On an H20: issue 1572 of flash-attention, with a FlashInfer of early 2025 and pages of 128. Its clock is not stated:
+# the highest of an H100 stands for it. On an H200: benchmarks/README.md; nvidia-smi said 1.98 GHz.
 FLASHINFER = {("H20", 128, 16384, 16): 5.10, ("H200", 8, 32768, 8): 0.253, ("H200", 64, 32768, 8): 1.937}
 # Clock, multiprocessors, and bytes and operations of products per second by the data sheet.
 DECODING = {"H20": (1.98e9, 78, 4.0e12, 148e12), "H200": (1.98e9, 132, 4.8e12, 989e12)}

@@ -68,6 +68,25 @@ def test_programs_are_kept_and_the_servers_status_is_the_commands(monkeypatch: p
     assert done == ["off", "warm", 0]
 
 
+def test_api_keys_come_from_arguments_or_the_environment_and_are_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(command, "keep_programs", lambda _: None)
+    monkeypatch.setattr(serve, "load_model", lambda *_: (None, None))
+    monkeypatch.setattr(serve, "Engine", lambda *_, **__: FakeEngine())
+    monkeypatch.setattr(FakeEngine, "warm", lambda _: None)
+    monkeypatch.setattr(process, "serve", lambda *_, **options: (found.append(options["api_keys"]), 0)[1])
+    monkeypatch.delenv(command.KEYS, raising=False)
+    assert run().exit_code == 0
+    monkeypatch.setenv(command.KEYS, "a b")
+    assert run().exit_code == 0
+    assert run("--api-key", "c").exit_code == 0
+    assert found == [[], ["a", "b"], ["c"]]
+    monkeypatch.setattr(serve, "load_model", lambda *_: pytest.fail("the model is loaded"))
+    result = run("--api-key", "")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("attnops: API key 0 has 0 characters, but must have at least one")
+
+
 @pytest.mark.slow
 def test_what_save_pretrained_writes_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, tuned = tmp_path / "first", tmp_path / "tuned"

@@ -49,10 +49,11 @@ class FakeEngine(Engine):
 
 
 @contextlib.contextmanager
-def running(engine: FakeEngine) -> Iterator[tuple[HTTPServer, str, threading.Thread]]:
-    """A server in a thread of this process."""
+def running(engine: FakeEngine, **options: Any) -> Iterator[tuple[HTTPServer, str, threading.Thread]]:
+    """A server in a thread of this process; ``options`` are of `application`."""
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        config = uvicorn.Config(application(engine, "fake"), log_level="warning", timeout_graceful_shutdown=GRACE)
+        app = application(engine, "fake", **options)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE)
         server = HTTPServer(config, engine)
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()

@@ -11,6 +11,8 @@ from attnops import PluginError
 from attnops_cli.output import fail
 from attnops_lm.compilation import VARIABLE, default_folder, keep_programs
 
+KEYS = "ATTNOPS_API_KEY"  # the environment variable of API keys, which other users can't read, unlike arguments
+
 
 # A parameter for each option of the command line, which typer reads from the signature.
 def command(
@@ -35,6 +37,15 @@ def command(
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 for any free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that clients must send; may be repeated. In the variable, spaces separate keys.",
+            envvar=KEYS,
+            show_envvar=True,
+            show_default="anyone may call",
+        ),
+    ] = None,
     no_prefix_sharing: Annotated[
         bool, typer.Option("--no-prefix-sharing", help="Compute every prompt from its first token.")
     ] = False,
@@ -53,6 +64,7 @@ def command(
     try:
         from attnops_caches import Quantized
         from attnops_lm.serve import Engine, load_model
+        from attnops_lm.serve.keys import check_keys
         from attnops_lm.serve.process import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("attnops", "attnops_lm"):
@@ -61,6 +73,7 @@ def command(
     keep_programs(compilation_cache)
     with contextlib.suppress(KeyboardInterrupt):
         try:
+            check_keys(api_key or [])
             model, tokenizer = load_model(checkpoint, operation)
             engine = Engine(
                 model, tokenizer, rows=rows, pages=pages, page_size=page_size, max_length=max_length,
@@ -70,5 +83,5 @@ def command(
         except (FileNotFoundError, ModuleNotFoundError, PluginError, ValueError) as error:
             fail(error, 2)
         engine.warm()
-        raise typer.Exit(serve(engine, name, host=host, port=port))
+        raise typer.Exit(serve(engine, name, host=host, port=port, api_keys=api_key or []))
     raise typer.Exit(130)

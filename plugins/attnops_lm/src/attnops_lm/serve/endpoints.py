@@ -8,7 +8,7 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import jinja2
@@ -18,13 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attnops_lm.serve.answers import Answer, Events
 from attnops_lm.serve.bodies import Body, ChatBody, CompletionBody
 from attnops_lm.serve.engine import Engine, QueueFullError, StoppedError
 from attnops_lm.serve.errors import APIError
+from attnops_lm.serve.keys import KeyGuard
+from attnops_lm.serve.metrics import Metrics
 from attnops_lm.serve.request import Delta, Request
 
 # The limit of a body's size: bytes per token that all rows together can hold, and bytes for the rest of the JSON. Text
@@ -38,6 +40,7 @@ class Server:
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name, self.started = engine, name, int(time.time())
+        self.measured = Metrics(engine, name)
         self.largest = REST_BYTES + TOKEN_BYTES * engine.max_length * engine.rows
         self.thread = threading.Thread(target=engine.run, name="engine", daemon=True)
 
@@ -50,6 +53,11 @@ class Server:
             "pages": engine.pages.count, "pages_free": engine.pages.available, **engine.counts,
         }  # fmt: skip
         return JSONResponse(content, 200 if is_up else 503)
+
+    async def metrics(self, http: HTTPRequest) -> Response:
+        """The metrics of the engine for Prometheus."""
+        content, kind = self.measured.exposition(http.headers.get("accept"))
+        return Response(content, headers={"Content-Type": kind})
 
     async def models(self, _: HTTPRequest) -> Response:
         """The list of models, which has one."""
@@ -153,6 +161,7 @@ class Server:
         loop = asyncio.get_running_loop()
 
         def emit(index: int, delta: Delta) -> None:
+            self.measured.observe(requests[index], delta)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (index, delta))
 
@@ -189,8 +198,17 @@ class QuietEnd:
                 raise
 
 
-def application(engine: Engine, name: str) -> Starlette:
-    """The ASGI application, which runs the engine in a thread while it is up."""
+def application(engine: Engine, name: str, api_keys: Sequence[str] = ()) -> Starlette:
+    """The ASGI application, which runs the engine in a thread while it is up.
+
+    Args:
+        engine: the engine.
+        name: the name of the model, for clients.
+        api_keys: the keys with which ``/v1`` may be called; none: by anyone. `/health` and `/metrics` need no key.
+
+    Raises:
+        ValueError: a key is empty, or has characters other than visible ASCII.
+    """
     server = Server(engine, name)
 
     @contextlib.asynccontextmanager
@@ -206,12 +224,17 @@ def application(engine: Engine, name: str) -> Starlette:
         assert isinstance(error, APIError)
         return JSONResponse(error.content, error.status)
 
+    v1 = [
+        Route("/models", server.models),
+        Route("/models/{name:path}", server.model),
+        Route("/completions", server.completions, methods=["POST"]),
+        Route("/chat/completions", server.chat, methods=["POST"]),
+    ]
+    guard = [Middleware(KeyGuard, api_keys)] if api_keys else []
     routes = [
         Route("/health", server.health),
-        Route("/v1/models", server.models),
-        Route("/v1/models/{name:path}", server.model),
-        Route("/v1/completions", server.completions, methods=["POST"]),
-        Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/metrics", server.metrics),
+        Mount("/v1", routes=v1, middleware=guard),
     ]
     return Starlette(
         routes=routes,

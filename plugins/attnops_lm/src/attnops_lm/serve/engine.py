@@ -6,6 +6,7 @@ import collections
 import itertools
 import math
 import threading
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -88,7 +89,7 @@ class Engine:
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
         self.copies: list[tuple[int, int]] = []  # pages to copy before the next step
-        self.counts: collections.Counter[str] = collections.Counter()  # traces, steps, preempted, copied, ...
+        self.counts: collections.Counter[str] = collections.Counter()  # traces, steps, preempted, ...
         self.changed = threading.Condition()
         self.is_stopped = False
         self.failure: BaseException | None = None  # the error that ended `run`, if any
@@ -129,7 +130,7 @@ class Engine:
                     f"max_waiting={self.max_waiting}; send them again later"
                 )
             for request in requests:
-                request.number = next(self.numbers)
+                request.number, request.arrived = next(self.numbers), time.monotonic()
                 request.text = TextOfRow(self.tokenizer, request.stop, request.tokens[-CONTEXT:])
                 self.waiting.append(request)
             self.changed.notify_all()
@@ -162,6 +163,7 @@ class Engine:
             self.is_stopped = True
             self.changed.notify_all()
             for request in [*self.running, *self.waiting]:
+                self.counts["finished_error"] += 1
                 request.emit(Delta(error, finish_reason="error"))
                 self._release(request)
             self.waiting.clear()
@@ -315,7 +317,7 @@ class Engine:
             tokens[first : first + count] = x.tokens[x.computed - count : x.computed]
             start, counts[r], lengths[r] = start + count, count, x.computed - count
             temperature[r], top_k[r], top_p[r], seed[r] = x.temperature, min(x.top_k, self.vocab_size), x.top_p, x.seed
-            index[r] = len(x.tokens) - x.prompt_length
+            index[r] = x.count
         return StepBatch(tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index)
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
@@ -334,12 +336,17 @@ class Engine:
     def _advance(self, request: Request, token: int) -> None:
         """Add a token to a request, and emit the text that it adds."""
         request.tokens.append(token)
+        self.counts["generation_tokens"] += 1
+        if request.first is None:
+            request.first = time.monotonic()
+            self.counts["prompt_tokens"] += request.prompt_length
         is_end = token in self.eos_ids and not request.ignore_eos
         text = "" if is_end else request.text.push(token)
-        is_full = len(request.tokens) - request.prompt_length == request.max_tokens
+        is_full = request.count == request.max_tokens
         reason = "stop" if is_end or request.text.stopped else "length" if is_full else None
         if reason is not None:
             text += request.text.finish()
+            self.counts[f"finished_{reason}"] += 1
             self._release(request)
         request.emit(Delta(text, reason))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from types import FrameType
 
 import uvicorn
@@ -42,7 +43,7 @@ class HTTPServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 8000) -> int:
+def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 8000, api_keys: Sequence[str] = ()) -> int:
     """Serve until a signal comes or the engine fails.
 
     Args:
@@ -50,13 +51,16 @@ def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 800
         name: the name of the model, for clients.
         host: the address to listen on.
         port: the port to listen on; 0 for any free one.
+        api_keys: the keys with which ``/v1`` may be called; none: by anyone.
 
     Returns:
         An exit status: 1 if the engine failed, else 0.
+
+    Raises:
+        ValueError: a key is empty, or has characters other than visible ASCII.
     """
-    config = uvicorn.Config(
-        application(engine, name), host=host, port=port, log_level="info", timeout_graceful_shutdown=GRACE
-    )
+    app = application(engine, name, api_keys)
+    config = uvicorn.Config(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=GRACE)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises its signals again when it has ended
         HTTPServer(config, engine).run()
     return int(engine.failure is not None)

@@ -27,6 +27,7 @@ class Request:
         row: the row of the batch that computes the request; −1 while it waits.
         number: the order of arrival.
         computed: the number of tokens whose keys and values are in ``pages``.
+        arrived, first: when the request was submitted, and when it got its first token, by `time.monotonic`.
         cached: tokens of the prompt that shared pages held when the request got a row; the largest if it got several.
         key: the key of the prefix that the first ``shared`` pages hold.
     """
@@ -49,9 +50,16 @@ class Request:
     shared: int = 0
     text: TextOfRow = dataclasses.field(init=False)
     is_cancelled: bool = False
+    arrived: float = 0.0
+    first: float | None = None
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+
+    @property
+    def count(self) -> int:
+        """The number of generated tokens."""
+        return len(self.tokens) - self.prompt_length
 
     @property
     def pending(self) -> int:

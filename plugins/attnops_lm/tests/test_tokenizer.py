@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from attnops_lm.origin import Origin
 from attnops_lm.tokenizer import Tokenizer
@@ -102,3 +102,17 @@ def test_a_tokenizer_goes_from_the_directory_of_a_model_to_where_it_is_saved(tmp
     assert not (new / "weights").exists()
     with pytest.warns(UserWarning, match="is written without a tokenizer: .*gone, where the model was loaded from, is"):
         Origin(tmp_path / "gone").write_tokenizer(new)
+
+
+def test_the_bytes_of_tokens_joined_are_the_text() -> None:
+    vocab = {"<unk>": 0, "▁": 1, "a": 2, "▁a": 3} | {f"<0x{i:02X}>": 4 + i for i in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>"])
+    found, text = Tokenizer(backend), "a a€ a"
+    ids = found.encode(f"<s>{text}")
+    assert [found.token_bytes(x) for x in ids] == [b"<s>", b"a", b" a", b"\xe2", b"\x82", b"\xac", b" a"]
+    assert found.token_bytes(10_000) == b""

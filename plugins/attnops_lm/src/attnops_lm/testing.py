@@ -59,5 +59,8 @@ class Characters:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(32 + x) for x in ids)
 
+    def token_bytes(self, token: int) -> bytes:
+        return self.decode([token]).encode()
+
     def chat(self, messages: Sequence[Any]) -> str:
         return "".join(f"<{x['role']}>{x['content']}" for x in messages)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +21,10 @@ if TYPE_CHECKING:
     import os
 
 _CONTROL = 3  # GGUF's token type of special tokens
+# The characters that byte-level tokens have for bytes: the byte itself where it is visible, others from 256 on.
+_VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
+_BYTES = {chr(x): x for x in _VISIBLE} | {chr(256 + i): x for i, x in enumerate(_HIDDEN)}
 
 
 class Tokenizer:
@@ -116,6 +122,35 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens; incomplete characters become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token, which may be a part of a character; empty for an id that has no token."""
+        piece = self.backend.id_to_token(token)
+        if piece is None or token in self._added:
+            return (piece or "").encode()
+        if self._is_byte_level and all(x in _BYTES for x in piece):
+            return bytes(_BYTES[x] for x in piece)
+        if self._has_byte_fallback and (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
+            return bytes.fromhex(byte[1])
+        # The second time, since decoders leave out the space that a text begins with.
+        once, twice = (self.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(once) :].encode()
+
+    @functools.cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self.backend.get_added_tokens_decoder())
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        return '"ByteLevel"' in self._decoder
+
+    @functools.cached_property
+    def _has_byte_fallback(self) -> bool:
+        return '"ByteFallback"' in self._decoder
+
+    @property
+    def _decoder(self) -> str:
+        return "" if self.backend.decoder is None else self.backend.decoder.__getstate__().decode()
 
     def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation of ``{"role": …, "content": …}``, up to the beginning of the model's answer.

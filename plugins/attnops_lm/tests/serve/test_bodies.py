@@ -58,11 +58,10 @@ def test_what_asks_for_nothing_is_taken(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        (PROMPT | {"presence_penalty": 0.5}, "presence_penalty", "0.5 is not served; leave it out or send 0"),
-        (PROMPT | {"n": 2}, "n", "2 is not served; leave it out or send 1"),
-        (PROMPT | {"n": True}, "n", "true is not served; leave it out or send 1"),
+        (PROMPT | {"n": 2, "best_of": 3}, "best_of", "3 is not served; leave it out or send 2"),
+        (PROMPT | {"best_of": True}, "best_of", "true is not served; leave it out or send 1"),
         (PROMPT | {"suffix": "b"}, "suffix", '"b" is not served; leave it out'),
-        (PROMPT | {"logprobs": 0}, "logprobs", "0 is not served; leave it out"),
+        (CHAT | {"top_logprobs": 0}, "top_logprobs", "it needs logprobs=true; send both, or leave it out"),
         (CHAT | {"tool_choice": "required"}, "tool_choice", '"required" is not served; leave it out or send "none" or'),
         (
             CHAT | {"response_format": {"type": "json_object"}},

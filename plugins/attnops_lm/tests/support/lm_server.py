@@ -16,14 +16,15 @@ import uvicorn
 
 from attnops_lm.serve import Engine, application
 from attnops_lm.serve.process import GRACE, HTTPServer
-from attnops_lm.serve.program import StepBatch
+from attnops_lm.serve.program import StepBatch, StepResult
+from attnops_lm.serve.scores import MOST_LIKELY, Logprobs
 from attnops_lm.testing import Characters
 
 PAGE, PAGES, LENGTH, CHUNK = 4, 20, 64, 12  # a request alone may take 16 pages of the 20
 
 
 class FakeEngine(Engine):
-    """Answers every prompt with ``!`` again and again.
+    """Answers every prompt with ``!`` again and again, with log-probability -0.5; the next characters have -1, -1.5, ….
 
     Args:
         seconds: the time of a step.
@@ -38,11 +39,14 @@ class FakeEngine(Engine):
         super().__init__(model, Characters(), **(sizes | options))  # type: ignore[arg-type]
         self.seconds, self.fails_after = seconds, fails_after
 
-    def _call(self, batch: StepBatch) -> np.ndarray:
+    def _call(self, batch: StepBatch) -> StepResult:
         if self.counts["steps"] >= self.fails_after:
             raise RuntimeError("the device is lost")
         time.sleep(self.seconds)
-        return np.full(self.rows, Characters().encode("!")[0])
+        token = Characters().encode("!")[0]
+        likely = np.arange(token, token + MOST_LIKELY) * np.ones((self.rows, 1), int)
+        logprobs = Logprobs(np.full(self.rows, -0.5), likely, -0.5 * (likely - token + 1))  # type: ignore[arg-type]
+        return StepResult(np.full(self.rows, token), False, logprobs)
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         self.counts["copied"] += len(copies)

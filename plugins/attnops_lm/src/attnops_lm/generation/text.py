@@ -73,6 +73,11 @@ class StopStrings:
         self.stopped = False
         self._held = ""
 
+    @property
+    def held(self) -> int:
+        """The number of characters that may begin a stop string."""
+        return len(self._held)
+
     def push(self, text: str) -> str:
         """The text that is certain to come before any stop string; empty after one."""
         if self.stopped:
@@ -110,6 +115,11 @@ class TextOfRow:
     def stopped(self) -> bool:
         """Whether a stop string has occurred."""
         return self._stops.stopped
+
+    @property
+    def length(self) -> int:
+        """The number of characters so far, the ones that may begin a stop string included."""
+        return len(self.text) + self._stops.held
 
     def push(self, token: int) -> str:
         """The text that may be shown after one more token."""

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from attnops_lm.serve.bodies import Body, ChatBody
 from attnops_lm.serve.errors import APIError
+from attnops_lm.serve.logprobs import chat_logprobs, completion_logprobs
 from attnops_lm.serve.request import Delta, Request
 
 if TYPE_CHECKING:
@@ -68,9 +69,10 @@ class Answer:
         empty = {"usage": None} if has_usage else {}
         try:
             if self.is_chat:
-                yield _event(self.envelope([self.choice(0, [Delta("")], True, is_first=True)], True) | empty)
+                for i in range(len(self.requests)):
+                    yield _event(self.envelope([self.choice(i, [Delta("")], True, is_first=True)], True) | empty)
             async for i, delta in self.deltas():
-                if delta.text or delta.finish_reason:
+                if delta.text or delta.finish_reason or delta.logprobs:
                     yield _event(self.envelope([self.choice(i, [delta], True)], True) | empty)
             if has_usage:
                 yield _event(self.envelope([], True) | {"usage": self.usage()})
@@ -88,7 +90,11 @@ class Answer:
     def choice(self, i: int, deltas: list[Delta], is_part: bool, is_first: bool = False) -> dict[str, Any]:
         """The JSON of request i's deltas, joined."""
         text = "".join(x.text for x in deltas)
-        choice = {"index": i, "finish_reason": deltas[-1].finish_reason, "logprobs": None}
+        tokens = [token for x in deltas for token in x.logprobs]
+        logprobs = None
+        if tokens or (self.body.most_likely is not None and not is_part):
+            logprobs = (chat_logprobs if self.is_chat else completion_logprobs)(tokens, self.server.engine.tokenizer)
+        choice = {"index": i, "finish_reason": deltas[-1].finish_reason, "logprobs": logprobs}
         if not self.is_chat:
             return choice | {"text": text}
         if not is_part:
@@ -97,12 +103,12 @@ class Answer:
         return choice | {"delta": delta}
 
     def usage(self) -> dict[str, Any]:
-        """The numbers of tokens."""
-        prompt = sum(x.prompt_length for x in self.requests)
-        total = sum(len(x.tokens) for x in self.requests)
-        cached = sum(x.cached for x in self.requests)
+        """The numbers of tokens; a prompt with several answers counts once."""
+        prompts = self.requests[:: self.body.n or 1]
+        prompt, generated = sum(x.prompt_length for x in prompts), sum(x.count for x in self.requests)
+        cached = sum(x.cached for x in prompts)
         return {
-            "prompt_tokens": prompt, "completion_tokens": total - prompt, "total_tokens": total,
+            "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }  # fmt: skip
 

@@ -30,12 +30,11 @@ class Only:
 
 Label = object  # describes the request; accepted, and without effect
 Unserved = Annotated[Any, AfterValidator(Only((None,)))]
-One = Annotated[Any, AfterValidator(Only((None, 1)))]
-Zero = Annotated[Any, AfterValidator(Only((None, 0)))]
 Off = Annotated[Any, AfterValidator(Only((None, False)))]
 NoList = Annotated[Any, AfterValidator(Only((None, [])))]
 NoDict = Annotated[Any, AfterValidator(Only((None, {})))]
 
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1)]
 
 
@@ -102,9 +101,9 @@ class Body(Strict):
     ignore_eos: bool = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: One = 1
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = 1
+    frequency_penalty: Penalty | None = 0.0
+    presence_penalty: Penalty | None = 0.0
     logit_bias: NoDict = None
     user: Label = None
     metadata: Label = None
@@ -119,15 +118,33 @@ class Body(Strict):
         """The field that limits the answer, and its value."""
         return "max_tokens", self.max_tokens
 
+    @property
+    def most_likely(self) -> int | None:
+        """How many of the most likely tokens each token of the answer has, with log-probabilities; None: none has
+        log-probabilities.
+        """
+        return None
+
 
 class CompletionBody(Body):
     """``/v1/completions``."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: Off = None
-    best_of: One = None
-    logprobs: Unserved = None
+    best_of: Any = None
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     suffix: Unserved = None
+
+    @field_validator("best_of")
+    @classmethod
+    def is_n(cls, best_of: Any, info: ValidationInfo) -> Any:
+        """The number, if it is ``n``: no answers are left out."""
+        return Only((None, info.data.get("n") or 1))(best_of)
+
+    @property
+    def most_likely(self) -> int | None:
+        """How many of the most likely tokens each token has."""
+        return self.logprobs
 
 
 class ChatBody(Body):
@@ -135,8 +152,8 @@ class ChatBody(Body):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: Off = None
-    top_logprobs: Unserved = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: NoList = None
     tool_choice: Annotated[Any, AfterValidator(Only((None, "none", "auto")))] = None
     parallel_tool_calls: Annotated[Any, AfterValidator(Only((None, True, False)))] = None
@@ -155,3 +172,16 @@ class ChatBody(Body):
         """The field that limits the answer, and its value."""
         given = self.max_completion_tokens
         return super().token_limit if given is None else ("max_completion_tokens", given)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def has_logprobs(cls, top_logprobs: int | None, info: ValidationInfo) -> int | None:
+        """The number, which needs ``logprobs``."""
+        if top_logprobs is not None and info.data.get("logprobs", True) is not True:
+            raise PydanticCustomError("needs_logprobs", "it needs logprobs=true; send both, or leave it out")
+        return top_logprobs
+
+    @property
+    def most_likely(self) -> int | None:
+        """How many of the most likely tokens each token has."""
+        return (self.top_logprobs or 0) if self.logprobs else None

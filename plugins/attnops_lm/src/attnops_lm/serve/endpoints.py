@@ -92,7 +92,7 @@ class Server:
             raise APIError(400, "prompt: it has no tokens", "prompt")
         if not all(0 <= token < self.engine.vocab_size for x in tokens for token in x):
             raise APIError(400, f"prompt: token ids must be from 0 to {self.engine.vocab_size - 1}", "prompt")
-        return body, [self._request(body, x, "prompt", default=16) for x in tokens]
+        return body, [y for x in tokens for y in self._requests(body, x, "prompt", len(tokens), default=16)]
 
     def _read_chat(self, content: bytes) -> tuple[Body, list[Request]]:
         body: ChatBody = self._parse(content, ChatBody)
@@ -106,7 +106,7 @@ class Server:
         tokens = self.engine.tokenizer.encode(text)
         if not tokens:
             raise APIError(400, "messages: they have no tokens", "messages")
-        return body, [self._request(body, tokens, "messages", default=self.engine.max_length)]
+        return body, self._requests(body, tokens, "messages", 1, default=self.engine.max_length)
 
     def _parse(self, content: bytes, kind: type[Any]) -> Any:
         try:
@@ -122,8 +122,10 @@ class Server:
         if name != self.name:
             raise APIError(404, f"model: {name!r} is not served, but {self.name!r}", "model", "model_not_found")
 
-    def _request(self, body: Body, tokens: list[int], param: str, default: int) -> Request:
-        """A request of these tokens; its answer has at most ``default`` tokens if the client gives no limit."""
+    def _requests(self, body: Body, tokens: list[int], param: str, prompts: int, default: int) -> list[Request]:
+        """``n`` requests of these tokens, which are one of several prompts; an answer has at most ``default`` tokens if
+        the client gives no limit.
+        """
         context, (field, limit) = self.engine.max_length, body.token_limit
         room = context - len(tokens)
         code = "context_length_exceeded"
@@ -133,13 +135,22 @@ class Server:
         if limit is not None and limit > room:
             message = f"{field}: {limit} and {len(tokens)} tokens of {param} must be at most {context} together"
             raise APIError(400, f"{message}; ask for at most {room}", field, code)
-        seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+        n, most = body.n or 1, self.engine.max_waiting
+        if n * prompts > most:
+            message = f"n: {n} answers to each of {prompts} prompts must be at most {most} together"
+            raise APIError(400, f"{message}; ask for at most {most // prompts}", "n")
+        # Each answer draws with a seed of its own, the first with the seed that a client gives.
+        seeds = [secrets.randbits(32) if body.seed is None else (body.seed + i) % 2**32 for i in range(n)]
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        return Request(
-            list(tokens), min(default, room) if limit is None else limit, temperature=body.temperature or 0.0,
-            top_k=body.top_k, top_p=1.0 if body.top_p is None else body.top_p, seed=seed, stop=stop,
-            ignore_eos=body.ignore_eos,
-        )  # fmt: skip
+        return [
+            Request(
+                list(tokens), min(default, room) if limit is None else limit, temperature=body.temperature or 0.0,
+                top_k=body.top_k, top_p=1.0 if body.top_p is None else body.top_p, seed=seed, stop=stop,
+                ignore_eos=body.ignore_eos, frequency_penalty=body.frequency_penalty or 0.0,
+                presence_penalty=body.presence_penalty or 0.0, logprobs=body.most_likely,
+            )
+            for seed in seeds
+        ]  # fmt: skip
 
     async def _content(self, http: HTTPRequest) -> bytes:
         """The body, if it has at most ``largest`` bytes; reading stops beyond that."""

@@ -18,9 +18,11 @@ from flax import nnx
 from attnops_caches import PageCopies, PagedCache, Quantized
 from attnops_lm.generation.text import TextOfRow
 from attnops_lm.memory import release_memory
+from attnops_lm.serve.logprobs import TokenLogprob
 from attnops_lm.serve.pages import Pages
-from attnops_lm.serve.program import StepBatch, step_program
+from attnops_lm.serve.program import StepBatch, StepResult, step_program
 from attnops_lm.serve.request import Delta, Request
+from attnops_lm.serve.scores import MOST_LIKELY
 
 if TYPE_CHECKING:
     from attnops_lm.model import CausalLM
@@ -86,6 +88,8 @@ class Engine:
         self.eos_ids = frozenset(tokenizer.eos_ids)
         self.pages = Pages(pages, page_size, prefix_sharing and not model.config.has_linear_layers)
         self.table = np.full((rows, width), -1, np.int32)
+        # On the device: steps without penalties transfer nothing.
+        self.none_generated = jax.device_put(np.full((rows, self.max_length), self.vocab_size, np.int32))
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
         self.copies: list[tuple[int, int]] = []  # pages to copy before the next step
@@ -151,6 +155,13 @@ class Engine:
                 f"temperature={x.temperature} must be finite and at least 0, top_p={x.top_p} above 0 and at most 1, "
                 f"top_k={x.top_k} at least 0, seed={x.seed} from 0 to 2**32 - 1"
             )
+        if not (-2 <= x.frequency_penalty <= 2 and -2 <= x.presence_penalty <= 2):
+            raise ValueError(
+                f"frequency_penalty={x.frequency_penalty} and presence_penalty={x.presence_penalty} must be from -2 "
+                f"to 2"
+            )
+        if x.logprobs is not None and not 0 <= x.logprobs <= MOST_LIKELY:
+            raise ValueError(f"logprobs={x.logprobs} must be from 0 to {MOST_LIKELY}, or None")
 
     def cancel(self, *requests: Request) -> None:
         """Cancel requests before the next step, such as requests of disconnected clients; from any thread."""
@@ -200,12 +211,12 @@ class Engine:
         total = sum(runs.values())
         is_packed = max(runs.values()) > 1
         size = next(n for n in self.chunks if n >= total) if is_packed else self.rows
-        tokens = self._call(self._batch(runs, size))
+        result = self._call(self._batch(runs, size))
         self.counts.update(steps=1, tokens=total)
         with self.changed:
             for request in runs:
                 if not request.pending and not self.is_stopped:
-                    self._advance(request, int(tokens[request.row]))
+                    self._advance(request, result)
         return True
 
     def _schedule(self) -> dict[Request, int]:
@@ -311,30 +322,40 @@ class Engine:
         by_row = [np.zeros(R, t) for t in (np.int32, np.int32, np.float32, np.int32, np.float32, np.uint32, np.int32)]
         counts, lengths, temperature, top_k, top_p, seed, index = by_row
         top_p[:] = 1
+        frequency, presence, has_logprobs = (np.zeros(R, t) for t in (np.float32, np.float32, bool))
+        generated: np.ndarray | jax.Array = self.none_generated
         start = 0
         for x, count in sorted(runs.items(), key=lambda item: item[0].row):
             r, first = x.row, start if size > R else x.row
             tokens[first : first + count] = x.tokens[x.computed - count : x.computed]
             start, counts[r], lengths[r] = start + count, count, x.computed - count
             temperature[r], top_k[r], top_p[r], seed[r] = x.temperature, min(x.top_k, self.vocab_size), x.top_p, x.seed
-            index[r] = x.count
-        return StepBatch(tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index)
+            index[r], has_logprobs[r] = x.count, x.logprobs is not None
+            if x.frequency_penalty or x.presence_penalty:
+                frequency[r], presence[r] = x.frequency_penalty, x.presence_penalty
+                if generated is self.none_generated:
+                    generated = np.full((R, self.max_length), self.vocab_size, np.int32)
+                generated[r, : x.count] = x.tokens[x.prompt_length :]
+        return StepBatch(
+            tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index, frequency, presence, generated,
+            has_logprobs,
+        )  # fmt: skip
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         padded = np.asarray(copies + [(-1, -1)] * (self.rows - len(copies)), np.int32)
         self.caches = self._copy(self.caches, PageCopies(jnp.asarray(padded[:, 0]), jnp.asarray(padded[:, 1])))
         self.counts["copied"] += len(copies)
 
-    def _call(self, batch: StepBatch) -> np.ndarray:
+    def _call(self, batch: StepBatch) -> StepResult:
         results, self.caches = self._step(self.state, self.caches, batch)
-        tokens: np.ndarray
-        tokens, has_overflowed = jax.device_get(results)
-        if has_overflowed:
+        results = jax.device_get(results)
+        if results.has_overflowed:
             raise RuntimeError("a token had no page, so the tables of pages are wrong")
-        return tokens
+        return results
 
-    def _advance(self, request: Request, token: int) -> None:
-        """Add a token to a request, and emit the text that it adds."""
+    def _advance(self, request: Request, result: StepResult) -> None:
+        """Add the token that was drawn to a request, and emit the text that it adds."""
+        token, start = int(result.tokens[request.row]), request.text.length
         request.tokens.append(token)
         self.counts["generation_tokens"] += 1
         if request.first is None:
@@ -342,13 +363,21 @@ class Engine:
             self.counts["prompt_tokens"] += request.prompt_length
         is_end = token in self.eos_ids and not request.ignore_eos
         text = "" if is_end else request.text.push(token)
+        if request.logprobs is not None and not is_end:
+            sampled, ids, values = (x[request.row] for x in result.logprobs)
+            most_likely = [(int(i), float(x)) for i, x in zip(ids, values, strict=True)][: request.logprobs]
+            request.hidden.append(TokenLogprob(token, float(sampled), most_likely, start))
         is_full = request.count == request.max_tokens
         reason = "stop" if is_end or request.text.stopped else "length" if is_full else None
         if reason is not None:
             text += request.text.finish()
             self.counts[f"finished_{reason}"] += 1
             self._release(request)
-        request.emit(Delta(text, reason))
+        # Tokens after a stop string are in no answer; others are, at the latest when the text ends.
+        is_whole = reason is not None and not request.text.stopped
+        shown = [x for x in request.hidden if is_whole or x.start < len(request.text.text)]
+        del request.hidden[: len(shown)]
+        request.emit(Delta(text, reason, shown))
 
 
 def _check_sizes(context: int, rows: int, pages: int, page_size: int, max_length: int, chunks: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from attnops_caches import Rows
 from attnops_linear import StateCache
 from attnops_lm.caching import counted, with_table
 from attnops_lm.generation.sampling import Sampling, sample
+from attnops_lm.serve.scores import Logprobs, logprobs_of, penalised
 
 
 class StepBatch(NamedTuple):
@@ -28,10 +29,22 @@ class StepBatch(NamedTuple):
     top_p: Any  # float32 [R]
     seed: Any  # uint32 [R]
     index: Any  # int32 [R], how many tokens were generated before this one
+    frequency: Any  # float32 [R], penalties; 0: none
+    presence: Any  # float32 [R]
+    generated: Any  # int32 [R, L], the tokens that rows with penalties generated, then V; L: tokens of a request
+    has_logprobs: Any  # bool [R], the rows whose log-probabilities are asked for
 
 
-def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[..., tuple[Any, Any]]:
-    """The compiled function ``(state, caches, batch) -> (tokens int32 [R], whether pages overflowed), caches``.
+class StepResult(NamedTuple):
+    """The outputs of one step for R rows."""
+
+    tokens: Any  # int32 [R], drawn after each row's last token
+    has_overflowed: Any  # bool [], whether a token had no page
+    logprobs: Logprobs
+
+
+def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[..., tuple[StepResult, Any]]:
+    """The compiled function ``(state, caches, batch) -> result, caches``.
 
     Args:
         graph: the graph of the model, from `nnx.split`.
@@ -39,7 +52,7 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
         traced: is called whenever the function is traced, once for each size of ``batch.tokens``.
     """
 
-    def step(state: Any, caches: Any, batch: StepBatch) -> tuple[Any, Any]:
+    def step(state: Any, caches: Any, batch: StepBatch) -> tuple[StepResult, Any]:
         traced()
         # Lengths and the table come from the host with every step; the tokens stay on the device.
         is_new = (batch.lengths == 0) & (batch.counts > 0)
@@ -56,8 +69,10 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
         out = nnx.merge(graph, state)(tokens, past_key_values=caches, logits_at=last, **options)
         keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(batch.seed, batch.index)
         sampling = Sampling(batch.temperature, batch.top_k, batch.top_p, jnp.zeros(rows))
-        tokens = sample(out.logits.reshape(rows, -1), keys, sampling)
+        logits = out.logits.reshape(rows, -1)
+        drawn = sample(penalised(logits, batch.generated, batch.frequency, batch.presence), keys, sampling)
         assert out.past_key_values is not None
-        return (tokens, counted(out.past_key_values).overflowed.any()), out.past_key_values
+        has_overflowed = counted(out.past_key_values).overflowed.any()
+        return StepResult(drawn, has_overflowed, logprobs_of(logits, drawn, batch.has_logprobs)), out.past_key_values
 
     return jax.jit(step, donate_argnums=1)

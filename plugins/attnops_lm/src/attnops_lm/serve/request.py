@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from attnops_lm.generation.text import TextOfRow
+from attnops_lm.serve.logprobs import TokenLogprob
 
 
 class Delta(NamedTuple):
-    """What one step adds to a request's text."""
+    """What one step adds to a request's text.
+
+    Attributes:
+        text: text that is certain to be part of the answer; of an error, its message.
+        finish_reason: "stop", "length", or "error".
+        logprobs: the tokens whose text begins in the text up to here, if the request asks for log-probabilities.
+    """
 
     text: str
-    finish_reason: str | None = None  # "stop", "length", "error"
+    finish_reason: str | None = None
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,11 +32,16 @@ class Request:
         tokens: the prompt's tokens, followed by the generated ones.
         emit: called with every `Delta`, from the engine's thread.
         top_k: the number of most probable tokens from which one is drawn; 0: all.
+        frequency_penalty: is subtracted from a token's logit for each time that it was generated.
+        presence_penalty: is subtracted once from the logit of a token that was generated.
+        logprobs: how many of the most likely tokens each `Delta` has, with log-probabilities; None: no
+            log-probabilities, not of the token that was drawn either.
         row: the row of the batch that computes the request; −1 while it waits.
         number: the order of arrival.
         computed: the number of tokens whose keys and values are in ``pages``.
         arrived, first: when the request was submitted, and when it got its first token, by `time.monotonic`.
         cached: tokens of the prompt that shared pages held when the request got a row; the largest if it got several.
+        hidden: tokens whose text is held back, because it may begin a stop string or is a part of a character.
         key: the key of the prefix that the first ``shared`` pages hold.
     """
 
@@ -41,6 +54,9 @@ class Request:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logprobs: int | None = None
     row: int = -1
     number: int = -1
     computed: int = 0
@@ -49,6 +65,7 @@ class Request:
     key: bytes = b""
     shared: int = 0
     text: TextOfRow = dataclasses.field(init=False)
+    hidden: list[TokenLogprob] = dataclasses.field(default_factory=list)
     is_cancelled: bool = False
     arrived: float = 0.0
     first: float | None = None

@@ -1,0 +1,68 @@
+"""Log-probabilities in answers, in the formats of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from attnops_lm.tokenizer import Tokenizer
+
+_LEAST = -9999.0  # OpenAI's number for very unlikely tokens; JSON has no infinity
+
+
+class TokenLogprob(NamedTuple):
+    """A generated token's log-probability, and that of the most likely tokens in its place.
+
+    Attributes:
+        token: the token.
+        value: its log-probability.
+        most_likely: tokens and their log-probabilities, the most likely first; as many as the request asks for.
+        start: where the token's text begins in the text of the answer, in characters.
+    """
+
+    token: int
+    value: float
+    most_likely: list[tuple[int, float]]
+    start: int
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The field ``logprobs`` of a chat's choice."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        content = tokenizer.token_bytes(token)
+        return {"token": _shown(content), "logprob": max(value, _LEAST), "bytes": list(content)}
+
+    content = [entry(x.token, x.value) | {"top_logprobs": [entry(*y) for y in x.most_likely]} for x in tokens]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The field ``logprobs`` of a completion's choice. The token that was drawn is always among the most likely ones;
+    of two tokens with the same text the more likely one is shown.
+    """
+
+    def text(token: int) -> str:
+        return _shown(tokenizer.token_bytes(token), "bytes:")
+
+    def most_likely(x: TokenLogprob) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, value in [*x.most_likely, (x.token, x.value)]:
+            found.setdefault(text(token), max(value, _LEAST))
+        return found
+
+    return {
+        "tokens": [text(x.token) for x in tokens],
+        "token_logprobs": [max(x.value, _LEAST) for x in tokens],
+        "top_logprobs": [most_likely(x) for x in tokens],
+        "text_offset": [x.start for x in tokens],
+    }
+
+
+def _shown(content: bytes, prefix: str = "") -> str:
+    r"""The text of a token; of a part of a character its bytes, such as ``\xe2\x82``."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{x:02x}" for x in content)

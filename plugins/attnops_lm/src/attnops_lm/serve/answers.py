@@ -60,6 +60,10 @@ class Answer:
         finally:
             for task in tasks:
                 task.cancel()
+        return await asyncio.to_thread(self.response, parts)  # log-probabilities of long texts need long
+
+    def response(self, parts: list[list[Delta]]) -> Response:
+        """The whole text of each request, from its deltas."""
         choices = [self.choice(i, deltas, False) for i, deltas in enumerate(parts)]
         return JSONResponse(self.envelope(choices, False) | {"usage": self.usage()})
 

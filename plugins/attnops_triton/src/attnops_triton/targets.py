@@ -70,7 +70,7 @@ def target(arch: str) -> Iterator[None]:
 
 
 def shared_memory(arch: str) -> int:
-    """Bytes of shared memory that one program may use; of an unknown architecture, those of the nearest one."""
+    """Bytes of shared memory that one program may use; an unknown architecture has as many as the nearest one."""
     return SHARED_MEMORY.get(LIKE.get(arch, arch)) or SHARED_MEMORY[known(arch)]
 
 

@@ -12,7 +12,7 @@ _LEAST = -9999.0  # OpenAI's number for very unlikely tokens; JSON has no infini
 
 
 class TokenLogprob(NamedTuple):
-    """A generated token's log-probability, and that of the most likely tokens in its place.
+    """The log-probabilities of a generated token, and of the most likely tokens in its place.
 
     Attributes:
         token: the token.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 # The version of the file format; part of the files' names.
-FORMAT: Final = 5
+FORMAT: Final = 6
 VARIABLE: Final = "ATTNOPS_TRITON_CACHE"
 
 

@@ -36,6 +36,7 @@ def loss_of(logits: jax.Array, ids: jax.Array) -> float:
         (None, 0.03),
         (QuantizationConfig(activations=True), 0.04),
         (QuantizationConfig(bits=4), 0.5),
+        (QuantizationConfig(bits=4, group=16), 0.3),
     ],
 )
 @pytest.mark.slow
@@ -79,6 +80,19 @@ def test_each_weight_is_within_half_a_step() -> None:
     kernel = model.layers[0].mlp.gate.kernel[...]
     assert float(jnp.abs(layer.qvalue[...] * layer.scale[...] - kernel).max() / layer.scale[...].max()) <= 0.51
     np.testing.assert_allclose(layer.scale[...][0], jnp.abs(kernel).max(axis=0) / 127.5, rtol=1e-5)
+
+
+def test_each_weight_of_a_group_is_within_half_a_step_of_its_group() -> None:
+    model = small()
+    layer = model.quantize(QuantizationConfig(bits=4, group=8)).layers[0].mlp.gate
+    kernel = model.layers[0].mlp.gate.kernel[...]
+    groups = kernel.reshape(4, 8, -1)
+    step = jnp.abs(groups).max(axis=1) / 7.5
+    np.testing.assert_allclose(layer.scale[...], step, rtol=1e-5)
+    error = layer.qvalue[...].astype(jnp.float32).reshape(groups.shape) * step[:, None] - groups
+    assert float((jnp.abs(error) / step[:, None]).max()) <= 0.51
+    x = jnp.eye(32)
+    np.testing.assert_allclose(layer(x), kernel + error.reshape(kernel.shape), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -141,6 +155,14 @@ def test_what_does_not_fit_is_refused() -> None:
         QuantizationConfig(bits=16)
     with pytest.raises(ValueError, match=r"bits=4\.0 must be an int"):
         QuantizationConfig(bits=4.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="group=0 must be at least 1"):
+        QuantizationConfig(group=0)
+    with pytest.raises(ValueError, match=r"group=8 .* activations=True must be False with groups"):
+        QuantizationConfig(group=8, activations=True)
+    with pytest.raises(ValueError, match="group=8 must be None with quantize_tensors=False"):
+        small().quantize(QuantizationConfig(group=8), quantize_tensors=False)
+    with pytest.raises(ValueError, match=r"has 32 inputs, which must be a multiple of group=7"):
+        small().quantize(QuantizationConfig(group=7))
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.k is int8 already, and would be rounded twice"):
         small().quantize().quantize(QuantizationConfig(bits=4))
     with pytest.raises(ValueError, match="matches no linear layer"):

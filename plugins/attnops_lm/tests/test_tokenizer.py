@@ -116,3 +116,6 @@ def test_the_bytes_of_tokens_joined_are_the_text() -> None:
     ids = found.encode(f"<s>{text}")
     assert [found.token_bytes(x) for x in ids] == [b"<s>", b"a", b" a", b"\xe2", b"\x82", b"\xac", b" a"]
     assert found.token_bytes(10_000) == b""
+    backend.add_tokens(["▁▁"])  # runs of spaces, as in Gemma's vocabulary
+    assert found.decode(found.encode("a▁▁a")) == "a  a"
+    assert Tokenizer(backend).token_bytes(backend.token_to_id("▁▁")) == b"  "

@@ -150,7 +150,8 @@ class Caching:
         """Empty pages, one `PagedCache` per layer, and the pool whose table all layers share; a linear layer has a
         `StateCache`.
 
-        Give ``metadata``, or ``page_size`` and ``max_model_length`` with one of ``hbm_utilization`` and ``pages``.
+        Give ``metadata``, or ``page_size`` and ``max_model_length`` with one of ``hbm_utilization`` and ``pages``. The
+        caches are on the mesh of the model's metadata, if it has one.
 
         Args:
             metadata: from `create_paged_metadata`.
@@ -180,16 +181,20 @@ class Caching:
         pool = PagePool.create(
             pages=metadata.pages, page_size=metadata.page_size, rows=batch_size, max_pages=metadata.max_pages
         )
-        caches = tuple(
-            _states(self.config, batch_size, self.dtype)()
-            if kind == "linear_attention"
-            else PagedCache.create(
-                batch=batch_size, pages=metadata.pages, page_size=metadata.page_size, max_pages=metadata.max_pages,
-                kv_heads=metadata.num_kv_heads, head_dim=metadata.head_dim, dtype=self.dtype, codec=codec,
-            )
-            for kind in self.config.layer_types
+        paged = functools.partial(
+            PagedCache.create, batch=batch_size, pages=metadata.pages, page_size=metadata.page_size,
+            max_pages=metadata.max_pages, kv_heads=metadata.num_kv_heads, head_dim=metadata.head_dim, dtype=self.dtype,
+            codec=codec,
         )  # fmt: skip
-        return caches, pool
+        layers: list[Callable[..., LayerCache]]
+        layers = [
+            _states(self.config, batch_size, self.dtype) if kind == "linear_attention" else paged
+            for kind in self.config.layer_types
+        ]
+        if (mesh := self.metadata.mesh) is not None:
+            shardings = {"mesh": mesh, "rules": self.metadata.axis_rules}
+            return tuple(_placed(create, shardings) for create in layers), pool
+        return tuple(create() for create in layers), pool
 
 
 def _check_sizes(batch_size: Any, max_length: Any, codec: Any, max_append: Any) -> None:

@@ -1,6 +1,7 @@
 """Load tests: requests to a server as clients send them, and the time that shared prefixes save.
 
-``python -m attnops_lm.load_test requests`` sends completions to a running server, C at a time;
+``python -m attnops_lm.load_test requests`` sends completions to a running server, C at a time; if the server has keys,
+with the one in OPENAI_API_KEY;
 ``python -m attnops_lm.load_test prefix`` times first tokens of requests with one prefix, without a server.
 """
 
@@ -10,6 +11,7 @@ import argparse
 import asyncio
 import dataclasses
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -158,7 +160,9 @@ def measure_prefix(engine: Engine, *, requests: int = 16, length: int = 1024) ->
 
 
 async def _requests(url: str, requests: int, concurrency: int, max_tokens: int, cancel_every: int) -> None:
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=None) as client:
+    async with openai.AsyncOpenAI(
+        base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"), timeout=None
+    ) as client:
         model = (await client.models.list()).data[0].id
         alone = await load(client, model, PROMPTS, requests=len(PROMPTS), concurrency=1, max_tokens=(max_tokens,))
         print("One at a time: ", end="")

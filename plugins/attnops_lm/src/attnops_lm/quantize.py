@@ -1,6 +1,7 @@
-"""Linear layers with int8 weights, and products of quantised operands, by qwix.
+"""Linear layers with weights in 8 or 4 bits, and products of quantised operands, by qwix.
 
-Quantisation is symmetric: an int8 value and a float32 scale for each output, the largest absolute value / 127.5.
+Quantisation is symmetric: an int8 value and a float32 scale for each output, the largest absolute value / 127.5. With
+groups, each group of consecutive inputs of an output has a scale.
 """
 
 from __future__ import annotations
@@ -36,15 +37,25 @@ class QuantizationConfig:
         bits: bits per weight, 2 to 8. More than 4 are stored in int8 arrays, 4 and fewer in int4 arrays.
         activations: whether inputs are quantised too, in each call, with a scale per token, so that products are of
             integers.
+        group: consecutive inputs that share a scale, such as 32; None: all inputs of an output do.
         pattern: a regular expression of the layers' paths; the head is left as it is.
+
+    Raises:
+        ValueError: bits is not an int from 2 to 8, or group is below 1, or activations are to be quantised with groups.
     """
 
     bits: int = 8
     activations: bool = False
+    group: int | None = None
     pattern: str = r"^layers\..*\.(q|k|v|o|gate|up|down)(\.base_module)?$"
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
+        if self.group is not None and (self.group < 1 or self.activations):
+            raise ValueError(
+                f"group={self.group} must be at least 1, and activations={self.activations} must be False with groups: "
+                f"products of integers have one scale for all inputs"
+            )
 
 
 class QuantizedWeight(nnx.Variable[jax.Array]):
@@ -58,7 +69,8 @@ class QuantizedLinear(nnx.Module):
         self.inputs, self.outputs, self.activations = linear.inputs, linear.outputs, config.activations
         self.qtype = f"int{config.bits}"
         kernel = linear.kernel[...].astype(jnp.float32)
-        weight = _qwix().quantize(kernel, self.qtype, channelwise_axes=(1,))
+        tiles = {} if config.group is None else {0: config.group}
+        weight = _qwix().quantize(kernel, self.qtype, channelwise_axes=(1,), tiled_axes=tiles)
         self.qvalue, self.scale = QuantizedWeight(weight.qvalue), QuantizedWeight(weight.scale)
         self.bias = linear.bias
 
@@ -70,11 +82,14 @@ class QuantizedLinear(nnx.Module):
             tokens = qwix.quantize(x.astype(jnp.float32), self.qtype, channelwise_axes=range(x.ndim - 1))
             out = qwix.dot_general(tokens, qwix.QArray(qvalue, scale, qtype=self.qtype), numbers)
         else:
+            kernel = qvalue.astype(x.dtype)
+            if (groups := scale.shape[0]) > 1:
+                kernel = qvalue.reshape(groups, -1, self.outputs).astype(jnp.float32) * scale[:, None]
+                kernel = kernel.reshape(qvalue.shape).astype(x.dtype)
             precision = "highest" if x.dtype == jnp.float32 else None
-            out = jax.lax.dot_general(
-                x, qvalue.astype(x.dtype), numbers, precision=precision, preferred_element_type=jnp.float32
-            )
-            out = out * scale[0]  # an output's scale is a factor of its sum
+            out = jax.lax.dot_general(x, kernel, numbers, precision=precision, preferred_element_type=jnp.float32)
+            if groups == 1:
+                out = out * scale[0]  # an output's scale is a factor of its sum
         out = out.astype(x.dtype)
         return out if self.bias is None else out + self.bias[...].astype(x.dtype)
 
@@ -96,10 +111,13 @@ def quantize(
 
     Raises:
         ModuleNotFoundError: qwix is not installed.
-        ValueError: the pattern matches no linear layer, or one that is quantised already.
+        ValueError: the pattern matches no linear layer, one that is quantised already, or one whose inputs are no
+            multiple of the group; or groups, with weights that stay.
     """
     config = QuantizationConfig() if quantization_config is None else quantization_config
     pattern = re.compile(config.pattern)
+    if config.group is not None and not quantize_tensors:
+        raise ValueError(f"group={config.group} must be None with quantize_tensors=False: inputs are quantised too")
     count = 0
 
     def quantized(path: str, layer: Linear | QuantizedLinear) -> nnx.Module | None:
@@ -110,6 +128,8 @@ def quantize(
             raise ValueError(
                 f"{path} is {layer.qtype} already, and would be rounded twice; quantise the original model"
             )
+        if config.group is not None and layer.inputs % config.group:
+            raise ValueError(f"{path} has {layer.inputs} inputs, which must be a multiple of group={config.group}")
         count += 1
         if quantize_tensors:
             return QuantizedLinear(layer, config)

@@ -126,11 +126,12 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token, which may be a part of a character; empty for an id that has no token."""
         piece = self.backend.id_to_token(token)
-        if piece is None or token in self._added:
-            return (piece or "").encode()
-        if self._is_byte_level and all(x in _BYTES for x in piece):
+        if piece is None:
+            return b""
+        is_added = token in self._added  # its text is not made of the characters that stand for bytes
+        if not is_added and self._is_byte_level and all(x in _BYTES for x in piece):
             return bytes(_BYTES[x] for x in piece)
-        if self._has_byte_fallback and (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
+        if not is_added and self._has_byte_fallback and (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)):
             return bytes.fromhex(byte[1])
         # The second time, since decoders leave out the space that a text begins with.
         once, twice = (self.decode([token] * n, skip_special_tokens=False) for n in (1, 2))

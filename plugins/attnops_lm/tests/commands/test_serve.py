@@ -82,6 +82,11 @@ def test_api_keys_come_from_arguments_or_the_environment_and_are_checked_first(m
     assert run("--api-key", "c").exit_code == 0
     assert found == [[], ["a", "b"], ["c"]]
     monkeypatch.setattr(serve, "load_model", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setenv(command.KEYS, " ")
+    result = run()
+    assert (result.exit_code, result.stderr) == (
+        2, "attnops: ATTNOPS_API_KEY is set but has no key; unset it, or give keys\n"
+    )  # fmt: skip
     result = run("--api-key", "")
     assert result.exit_code == 2
     assert result.stderr.startswith("attnops: API key 0 has 0 characters, but must have at least one")

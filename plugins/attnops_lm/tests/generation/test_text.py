@@ -44,6 +44,22 @@ def test_a_broken_character_comes_at_the_end() -> None:
     assert row.finish() == "�"
 
 
+def test_the_length_has_whole_characters_before_a_part_of_one() -> None:
+    class Pairs:
+        """Tokens of two bytes."""
+
+        def decode(self, ids: list[int]) -> str:
+            return b"".join(token.to_bytes(2) for token in ids).decode("utf-8", errors="replace")
+
+    row = TextOfRow(Pairs())
+    lengths = []
+    for token in (0x61C3, 0xB162, 0x6364):  # "a" and half of "ñ"; the rest of it and "b"; "cd"
+        lengths.append(row.length)
+        row.push(token)
+    assert lengths == [0, 1, 3]
+    assert (row.text, row.length) == ("añbcd", 5)
+
+
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1), (100,)])
 @pytest.mark.parametrize(
     ("text", "stops", "wanted"),

@@ -59,6 +59,7 @@ def test_what_asks_for_nothing_is_taken(body: dict[str, Any]) -> None:
     ("body", "param", "message"),
     [
         (PROMPT | {"n": 2, "best_of": 3}, "best_of", "3 is not served; leave it out or send 2"),
+        (PROMPT | {"n": 129, "best_of": 129}, "n", "Input should be less than or equal to 128"),
         (PROMPT | {"best_of": True}, "best_of", "true is not served; leave it out or send 1"),
         (PROMPT | {"suffix": "b"}, "suffix", '"b" is not served; leave it out'),
         (CHAT | {"top_logprobs": 0}, "top_logprobs", "it needs logprobs=true; send both, or leave it out"),

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import tokenizers
 from lm_server import FakeEngine, running
+from starlette.responses import JSONResponse
 from tokenizers import decoders, models, pre_tokenizers
 
 from attnops_lm.serve import Delta, Request
 from attnops_lm.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
 from attnops_lm.serve.program import StepBatch, StepResult
+from attnops_lm.serve.text_of_json import encoded
 from attnops_lm.testing import Characters
 from attnops_lm.tokenizer import Tokenizer
 
@@ -179,13 +181,26 @@ def test_tokens_of_a_stop_string_or_an_end_are_in_no_answer() -> None:
     assert [y.token for x in found for y in x.logprobs] == script[:3]
 
 
-def test_a_number_that_json_has_not_is_the_apis_least() -> None:
-    token = TokenLogprob(1, float("-inf"), [(1, float("-inf"))], 0)
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), -10_000.0])
+def test_what_json_has_no_number_for_becomes_minus_9999(value: float) -> None:
+    token = TokenLogprob(1, value, [(1, value)], 0)
     assert chat_logprobs([token], Characters())["content"][0]["logprob"] == -9999.0  # type: ignore[arg-type]
     assert completion_logprobs([token], Characters())["token_logprobs"] == [-9999.0]  # type: ignore[arg-type]
 
 
 def test_the_engine_refuses_what_no_step_can_compute() -> None:
-    for options in ({"logprobs": 21}, {"logprobs": -1}, {"presence_penalty": 2.5}, {"frequency_penalty": float("nan")}):
-        with pytest.raises(ValueError, match="must be from"):
+    for options in (
+        {"logprobs": 21}, {"logprobs": -1}, {"logprobs": 1.5}, {"presence_penalty": 2.5},
+        {"frequency_penalty": float("nan")},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"must be (an int )?from"):
             FakeEngine().submit(Request([1], 1, **options))  # type: ignore[arg-type]
+
+
+def test_json_in_pieces_is_the_same() -> None:
+    inner = {"content": [{"token": 'é"\n', "bytes": [1, 2], "top": []}] * 3, "none": None}
+    content = {"choices": [{"logprobs": inner, "index": 0}], "usage": {"tokens": 3, "share": 0.1}, "": [], "e": {}}
+    for depth in range(7):
+        assert encoded(content, depth) == JSONResponse(content).body
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encoded({"a": [float("nan")]})

@@ -110,3 +110,6 @@ def test_two_servers_in_one_process_count_apart(url: str) -> None:
     text = httpx.get(f"{url}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert text.headers["Content-Type"].startswith("application/openmetrics-text")
     assert text.text.endswith("# EOF\n")
+    for accept in ("text/plain; version=x.y", "application/openmetrics-text; version=abc"):
+        answer = httpx.get(f"{url}/metrics", headers={"Accept": accept})
+        assert (answer.status_code, answer.headers["Content-Type"].partition(";")[0]) == (200, "text/plain")

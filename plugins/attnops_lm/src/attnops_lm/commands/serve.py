@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Annotated
 
 import typer
@@ -18,10 +19,23 @@ KEYS = "ATTNOPS_API_KEY"  # the environment variable of API keys, which other us
 def command(
     checkpoint: Annotated[
         str | None,
-        typer.Option(help="A directory in Hugging Face's format.", show_default="SmolLM2-135M-Instruct"),
+        typer.Option(
+            help="A directory in Hugging Face's format, or a GGUF file.", show_default="SmolLM2-135M-Instruct"
+        ),
     ] = None,
     name: Annotated[str, typer.Option(help="The model's name for clients.")] = "smollm2-135m-instruct",
     operation: Annotated[str, typer.Option(help="The attention operation, of any installed distribution.")] = "flash",
+    dtype: Annotated[
+        str, typer.Option(help="Of weights, keys, values and computation: float32, bfloat16 or float16.")
+    ] = "float32",
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="Weights of linear layers: int8, or int4 in groups of 32.", show_default="in --dtype"),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Devices that share the model: tp=4, or ep=2,tp=4.", show_default="one device"),
+    ] = None,
     codec: Annotated[
         str | None,
         typer.Option(help="Codec of keys and values: int8, float8_e4m3fn, float8_e5m2 or int4.", show_default="none"),
@@ -65,6 +79,7 @@ def command(
         from attnops_caches import Quantized
         from attnops_lm.serve import Engine, load_model
         from attnops_lm.serve.keys import check_keys
+        from attnops_lm.serve.loading import parse_mesh
         from attnops_lm.serve.process import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("attnops", "attnops_lm"):
@@ -73,8 +88,11 @@ def command(
     keep_programs(compilation_cache)
     with contextlib.suppress(KeyboardInterrupt):
         try:
+            if KEYS in os.environ and not api_key:
+                fail(f"{KEYS} is set but has no key; unset it, or give keys", 2)
             check_keys(api_key or [])
-            model, tokenizer = load_model(checkpoint, operation)
+            devices = parse_mesh(mesh) if mesh else None
+            model, tokenizer = load_model(checkpoint, operation, dtype, quantize, devices)
             engine = Engine(
                 model, tokenizer, rows=rows, pages=pages, page_size=page_size, max_length=max_length,
                 chunks=chunks or [64, 256], max_waiting=max_waiting, prefix_sharing=not no_prefix_sharing,

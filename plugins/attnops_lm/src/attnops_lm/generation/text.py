@@ -46,6 +46,7 @@ class Detokenizer:
         if context and tokenizer.decode(self._ids).endswith(_REPLACEMENT):  # the context ends within a character
             self._ids.clear()
         self._before, self._read = 0, len(self._ids)  # where the last piece begins, and where it ends
+        self.held = 0  # whole characters of the text that is kept
 
     def push(self, token: int) -> str:
         """The text that one more token completes."""
@@ -60,7 +61,9 @@ class Detokenizer:
         known = self.tokenizer.decode(self._ids[self._before : self._read])
         text = self.tokenizer.decode(self._ids[self._before :])
         if (whole and text.endswith(_REPLACEMENT)) or len(text) <= len(known):
+            self.held = len(text[len(known) :].rstrip(_REPLACEMENT))
             return ""
+        self.held = 0
         self._before, self._read = self._read, len(self._ids)
         return text[len(known) :]
 
@@ -118,8 +121,8 @@ class TextOfRow:
 
     @property
     def length(self) -> int:
-        """The number of characters so far, the ones that may begin a stop string included."""
-        return len(self.text) + self._stops.held
+        """The number of whole characters so far, also those that may begin a stop string or precede a part of one."""
+        return len(self.text) + self._stops.held + self._detokenizer.held
 
     def push(self, token: int) -> str:
         """The text that may be shown after one more token."""

@@ -15,6 +15,7 @@ from attnops_lm.serve.bodies import Body, ChatBody
 from attnops_lm.serve.errors import APIError
 from attnops_lm.serve.logprobs import chat_logprobs, completion_logprobs
 from attnops_lm.serve.request import Delta, Request
+from attnops_lm.serve.text_of_json import encoded
 
 if TYPE_CHECKING:
     from attnops_lm.serve.endpoints import Server
@@ -60,12 +61,13 @@ class Answer:
         finally:
             for task in tasks:
                 task.cancel()
-        return await asyncio.to_thread(self.response, parts)  # log-probabilities of long texts need long
+        return await asyncio.to_thread(self.response, parts)  # log-probabilities of long texts take long to encode
 
     def response(self, parts: list[list[Delta]]) -> Response:
         """The whole text of each request, from its deltas."""
         choices = [self.choice(i, deltas, False) for i, deltas in enumerate(parts)]
-        return JSONResponse(self.envelope(choices, False) | {"usage": self.usage()})
+        content = encoded(self.envelope(choices, False) | {"usage": self.usage()})
+        return Response(content, media_type="application/json")
 
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events of the deltas."""

@@ -139,7 +139,7 @@ class CompletionBody(Body):
     @classmethod
     def is_n(cls, best_of: Any, info: ValidationInfo) -> Any:
         """The number, if it is ``n``: no answers are left out."""
-        return Only((None, info.data.get("n") or 1))(best_of)
+        return best_of if "n" not in info.data else Only((None, info.data["n"] or 1))(best_of)
 
     @property
     def most_likely(self) -> int | None:

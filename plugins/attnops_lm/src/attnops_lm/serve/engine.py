@@ -160,8 +160,8 @@ class Engine:
                 f"frequency_penalty={x.frequency_penalty} and presence_penalty={x.presence_penalty} must be from -2 "
                 f"to 2"
             )
-        if x.logprobs is not None and not 0 <= x.logprobs <= MOST_LIKELY:
-            raise ValueError(f"logprobs={x.logprobs} must be from 0 to {MOST_LIKELY}, or None")
+        if x.logprobs is not None and not (isinstance(x.logprobs, int) and 0 <= x.logprobs <= MOST_LIKELY):
+            raise ValueError(f"logprobs={x.logprobs} must be an int from 0 to {MOST_LIKELY}, or None")
 
     def cancel(self, *requests: Request) -> None:
         """Cancel requests before the next step, such as requests of disconnected clients; from any thread."""
@@ -365,7 +365,8 @@ class Engine:
         text = "" if is_end else request.text.push(token)
         if request.logprobs is not None and not is_end:
             sampled, ids, values = (x[request.row] for x in result.logprobs)
-            most_likely = [(int(i), float(x)) for i, x in zip(ids, values, strict=True)][: request.logprobs]
+            most = request.logprobs
+            most_likely = [(int(i), float(x)) for i, x in zip(ids[:most], values[:most], strict=True)]
             request.hidden.append(TokenLogprob(token, float(sampled), most_likely, start))
         is_full = request.count == request.max_tokens
         reason = "stop" if is_end or request.text.stopped else "length" if is_full else None

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from attnops_lm.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # OpenAI's number for very unlikely tokens; JSON has no infinity
+# OpenAI's number for very unlikely tokens, since JSON has no infinity. `max` with it as the first argument gives it for
+# NaN too.
+_LEAST = -9999.0
 
 
 class TokenLogprob(NamedTuple):
@@ -32,7 +34,7 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[
 
     def entry(token: int, value: float) -> dict[str, Any]:
         content = tokenizer.token_bytes(token)
-        return {"token": _shown(content), "logprob": max(value, _LEAST), "bytes": list(content)}
+        return {"token": _shown(content), "logprob": max(_LEAST, value), "bytes": list(content)}
 
     content = [entry(x.token, x.value) | {"top_logprobs": [entry(*y) for y in x.most_likely]} for x in tokens]
     return {"content": content, "refusal": None}
@@ -49,12 +51,12 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) ->
     def most_likely(x: TokenLogprob) -> dict[str, float]:
         found: dict[str, float] = {}
         for token, value in [*x.most_likely, (x.token, x.value)]:
-            found.setdefault(text(token), max(value, _LEAST))
+            found.setdefault(text(token), max(_LEAST, value))
         return found
 
     return {
         "tokens": [text(x.token) for x in tokens],
-        "token_logprobs": [max(x.value, _LEAST) for x in tokens],
+        "token_logprobs": [max(_LEAST, x.value) for x in tokens],
         "top_logprobs": [most_likely(x) for x in tokens],
         "text_offset": [x.start for x in tokens],
     }

@@ -92,6 +92,11 @@ class Metrics(Collector):
         yield ended
 
     def exposition(self, accept: str | None) -> tuple[bytes, str]:
-        """All metrics in the format that an ``Accept`` header asks for, and its content type."""
-        encode, content_type = choose_encoder(accept or "")
+        """All metrics in the format that an ``Accept`` header asks for, and its content type; the default format if the
+        header has no valid version.
+        """
+        try:
+            encode, content_type = choose_encoder(accept or "")
+        except (TypeError, ValueError):  # by prometheus-client, for a version that is no number
+            encode, content_type = choose_encoder("")
         return encode(self.registry), content_type

@@ -17,6 +17,7 @@ class Delta(NamedTuple):
         text: text that is certain to be part of the answer; of an error, its message.
         finish_reason: "stop", "length", or "error".
         logprobs: the tokens whose text begins in the text up to here, if the request asks for log-probabilities.
+            With 20 likely ones a token needs 3 kB, and 10 kB more while a whole answer is encoded.
     """
 
     text: str
@@ -34,8 +35,8 @@ class Request:
         top_k: the number of most probable tokens from which one is drawn; 0: all.
         frequency_penalty: is subtracted from a token's logit for each time that it was generated.
         presence_penalty: is subtracted once from the logit of a token that was generated.
-        logprobs: how many of the most likely tokens each `Delta` has, with log-probabilities; None: no
-            log-probabilities, not of the token that was drawn either.
+        logprobs: how many of the most likely tokens each `Delta` has, with log-probabilities; None: none,
+            not even the drawn token's.
         row: the row of the batch that computes the request; −1 while it waits.
         number: the order of arrival.
         computed: the number of tokens whose keys and values are in ``pages``.

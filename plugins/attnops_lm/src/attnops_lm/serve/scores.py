@@ -1,4 +1,4 @@
-"""What a step does to logits next to sampling: penalties, and log-probabilities for requests that ask for them."""
+"""Penalties and log-probabilities of a step's logits, for requests that ask for them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,6 @@ def test_what_asks_for_nothing_is_taken(body: dict[str, Any]) -> None:
     ("body", "param", "message"),
     [
         (PROMPT | {"n": 2, "best_of": 3}, "best_of", "3 is not served; leave it out or send 2"),
-        (PROMPT | {"n": 129, "best_of": 129}, "n", "Input should be less than or equal to 128"),
         (PROMPT | {"best_of": True}, "best_of", "true is not served; leave it out or send 1"),
         (PROMPT | {"suffix": "b"}, "suffix", '"b" is not served; leave it out'),
         (CHAT | {"top_logprobs": 0}, "top_logprobs", "it needs logprobs=true; send both, or leave it out"),
@@ -87,6 +86,10 @@ def test_what_is_not_served_is_refused_with_its_value_and_what_to_send(
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: {message}")
     assert "Input should" not in error["message"]
+
+
+def test_of_two_numbers_the_wrong_one_is_named() -> None:
+    assert refusal(PROMPT | {"n": 129, "best_of": 129})["message"] == "n: Input should be less than or equal to 128"
 
 
 def test_a_developer_is_a_system_and_an_assistants_null_is_an_empty_turn() -> None:

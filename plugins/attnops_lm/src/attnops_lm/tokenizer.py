@@ -13,18 +13,26 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import jinja2.sandbox
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from attnops_lm.origin import CONFIG, TEMPLATE, TOKENIZER
 
 if TYPE_CHECKING:
     import os
 
-_CONTROL = 3  # GGUF's token type of special tokens
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF's types of special tokens, and of others that are never split
 # The characters that byte-level tokens have for bytes: the byte itself where it is visible, others from 256 on.
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
 _BYTES = {chr(x): x for x in _VISIBLE} | {chr(256 + i): x for i, x in enumerate(_HIDDEN)}
+
+# How a text is split before byte-level BPE, by the name in GGUF files; None: single digits, and GPT-2's expression. The
+# expressions of transformers' tokenizers, which differ in how many digits are together.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {"smollm": None, "qwen2": _SPLIT % "", "llama-bpe": _SPLIT % "{1,3}"}
 
 
 class Tokenizer:
@@ -49,21 +57,32 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, fields: Mapping[str, Any]) -> Tokenizer:
-        """From the fields of a GGUF file whose tokenizer is byte-level BPE with single digits, such as SmolLM's."""
-        if (kind := fields["tokenizer.ggml.pre"]) != "smollm":
-            raise ValueError(f"tokenizer.ggml.pre={kind!r} must be 'smollm'; others split text in another way")
+        """From the fields of a GGUF file whose tokenizer is the byte-level BPE of SmolLM, Llama 3, Qwen2 or Qwen3.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        if (kind := fields.get("tokenizer.ggml.pre")) not in _SPLITS:
+            raise ValueError(
+                f"tokenizer.ggml.pre={kind!r} must be one of {', '.join(_SPLITS)}; others split text in another way"
+            )
         tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
         merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-        backend = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+        vocabulary = {t: i for i, t in enumerate(tokens)}
+        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=kind == "llama-bpe"))
+        backend.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Split(tokenizers.Regex(split), "isolated") if (split := _SPLITS[kind])
+            else pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split),
+        ])  # fmt: skip
+        if kind == "qwen2":
+            backend.normalizer = normalizers.NFC()
         backend.decoder = decoders.ByteLevel()
-        control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
-        backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
-        special = {
-            f"{name}_token": tokens[fields[f"tokenizer.ggml.{name}_token_id"]] for name in ("bos", "eos", "unknown")
-        }
+        for token, of in zip(tokens, types, strict=True):
+            if of in (_CONTROL, _USER_DEFINED):
+                backend.add_tokens([AddedToken(token, special=of == _CONTROL, normalized=False)])
+        ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown")}
+        special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
         eos = (fields["tokenizer.ggml.eos_token_id"],)
         return cls(backend, fields.get("tokenizer.chat_template"), special, eos)
 

@@ -1,0 +1,120 @@
+"""GGUF files of each architecture: logits and tokens are those of the model that was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm_model import call, tokens
+from safetensors.numpy import load_file
+
+from attnops_lm.gguf_file import ARCHITECTURES, load_gguf
+from attnops_lm.model import CausalLM
+from attnops_lm.testing import small
+from attnops_lm.tokenizer import _BYTES
+
+SPLITS = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
+# A byte each, merges, and two added tokens.
+PIECES = [*_BYTES, "12", "123", "Ġa", "<|end|>", "<tool_call>"]
+CONTROL, USER_DEFINED = 3, 4
+
+
+def model_of(family: str) -> CausalLM:
+    changes = {"tie_word_embeddings": False, "vocab_size": len(PIECES), "head_dim": 8}
+    model = small("llama", **changes) if family == "llama" else small("llama", **(changes | {"model_type": family}))
+    assert model.config.family == family
+    return model
+
+
+def write(path: Path, model: CausalLM, **fields: Any) -> Path:
+    """The model as llama.cpp's converter writes it; ``fields`` are set last."""
+    c = model.config
+    model.save_pretrained(path.parent)
+    weights = load_file(path.parent / "model.safetensors")
+    writer = gguf.GGUFWriter(path, c.family)
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_layers)
+    writer.add_feed_forward_length(c.intermediate_size)
+    writer.add_head_count(c.num_heads)
+    writer.add_head_count_kv(c.num_kv_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_rope_freq_base(dict(c.rotary)["full_attention"].base)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(SPLITS[c.family])
+    writer.add_token_list(PIECES)
+    writer.add_token_types([1] * (len(PIECES) - 2) + [CONTROL, USER_DEFINED])
+    writer.add_token_merges(["1 2", "12 3", "Ġ a"])
+    writer.add_eos_token_id(PIECES.index("<|end|>"))
+    for name, value in fields.items():
+        writer.add_key_value(name.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    (architecture,) = (x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == c.family)
+    names = gguf.get_tensor_name_map(architecture, c.num_layers)
+    for name, value in weights.items():
+        module, _, kind = name.rpartition(".")
+        if ARCHITECTURES[c.family] and (".q_proj" in name or ".k_proj" in name):
+            heads = c.num_heads if ".q_proj" in name else c.num_kv_heads
+            value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)  # noqa: PLW2901
+        writer.add_tensor(f"{names.get_name(module)}.{kind}", np.ascontiguousarray(value, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_logits_and_the_config_are_the_models(tmp_path: Path, family: str) -> None:
+    model = model_of(family)
+    found, tokenizer = load_gguf(write(tmp_path / "model.gguf", model))
+    assert found.config.rotary == model.config.rotary
+    assert (found.config.head_dim, found.config.qkv_bias) == (8, family == "qwen2")
+    ids = tokens((2, 9))
+    np.testing.assert_allclose(call(found, ids).logits, call(model, ids).logits, rtol=1e-5, atol=1e-5)
+    assert found.embed[...].dtype == jnp.float32
+    assert tokenizer.eos_ids == (PIECES.index("<|end|>"),)
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("llama", ["It", "'ll", "Ġcost", "Ġ", "123", "45", "ĊĊ", "Ġ", "ĠÃ©", "Ġa"]),
+        ("qwen2", ["It", "'ll", "Ġcost", "Ġ", "1", "2", "3", "4", "5", "ĊĊ", "Ġ", "ĠÃ©", "Ġa"]),
+    ],
+)
+def test_text_is_split_as_the_family_does(tmp_path: Path, family: str, wanted: list[str]) -> None:
+    path = write(tmp_path / "model.gguf", model_of(family))
+    _, tokenizer = load_gguf(path)
+    text = "It'll cost 12345\n\n  é a"
+    pieces = tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
+    assert [piece for piece, _ in pieces] == wanted
+    found = [PIECES[i] for i in tokenizer.encode(text)]
+    assert "".join(found) == "".join(wanted)
+    assert ("123" in found, found[-1]) == (family == "llama", "Ġa")
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    # Neither is split, and only one is special.
+    ids = tokenizer.encode("<tool_call>a<|end|>")
+    assert [PIECES[i] for i in ids] == ["<tool_call>", "a", "<|end|>"]
+    assert tokenizer.decode(ids) == "<tool_call>a"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokenizer__ggml__pre": "gemma4"}, "tokenizer.ggml.pre='gemma4' must be one of smollm, qwen2, llama-bpe"),
+        ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type='yarn' is not read from GGUF files"),
+        ({"llama__expert_count": 8}, "llama.expert_count=8 is not read from GGUF files; use safetensors"),
+        ({"llama__block_count": 3}, r"has no tensor blk\.2\.attn_q\.weight, or it is read twice"),
+        ({"llama__block_count": 1}, r"has \['blk\.1\.attn_k\.weight', .*, which no llama here reads"),
+        ({"general__architecture": "mamba"}, "general.architecture='mamba' must be one of llama, qwen2, qwen3"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_gguf(write(tmp_path / "model.gguf", model_of("llama"), **fields))

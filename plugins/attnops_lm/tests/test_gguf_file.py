@@ -17,6 +17,8 @@ from attnops_lm.model import CausalLM
 from attnops_lm.testing import small
 from attnops_lm.tokenizer import _BYTES
 
+pytestmark = pytest.mark.slow
+
 SPLITS = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
 # A byte each, merges, and two added tokens.
 PIECES = [*_BYTES, "12", "123", "Ġa", "<|end|>", "<tool_call>"]
@@ -59,7 +61,7 @@ def write(path: Path, model: CausalLM, **fields: Any) -> Path:
         module, _, kind = name.rpartition(".")
         if ARCHITECTURES[c.family] and (".q_proj" in name or ".k_proj" in name):
             heads = c.num_heads if ".q_proj" in name else c.num_kv_heads
-            value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)  # noqa: PLW2901
+            value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         writer.add_tensor(f"{names.get_name(module)}.{kind}", np.ascontiguousarray(value, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -68,7 +70,6 @@ def write(path: Path, model: CausalLM, **fields: Any) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_logits_and_the_config_are_the_models(tmp_path: Path, family: str) -> None:
     model = model_of(family)

@@ -82,6 +82,7 @@ def test_each_weight_is_within_half_a_step() -> None:
     np.testing.assert_allclose(layer.scale[...][0], jnp.abs(kernel).max(axis=0) / 127.5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_weight_of_a_group_is_within_half_a_step_of_its_group() -> None:
     model = small()
     layer = model.quantize(QuantizationConfig(bits=4, group=8)).layers[0].mlp.gate

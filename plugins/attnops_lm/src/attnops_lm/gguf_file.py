@@ -69,8 +69,8 @@ def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
         **options: operation, metadata and dtype of `CausalLM`.
 
     Raises:
-        ValueError: the architecture or the tokenizer is another one, rotary positions are scaled, or there are windows or
-            experts: read such a model from safetensors.
+        ValueError: the architecture or the tokenizer is another one, rotary positions are scaled, or there are windows
+            or experts: read such a model from safetensors.
     """
     reader = gguf.GGUFReader(path)
     fields = _fields(reader)
@@ -128,7 +128,8 @@ def _config(fields: dict[str, Any], tied: bool) -> Config:
         "intermediate_size": field("feed_forward_length"), "num_hidden_layers": field("block_count"),
         "num_attention_heads": heads, "num_key_value_heads": field("attention.head_count_kv", heads),
         "max_position_embeddings": field("context_length"), "tie_word_embeddings": tied,
-        "rms_norm_eps": round(field("attention.layer_norm_rms_epsilon"), 12), "rope_theta": field("rope.freq_base", 1e4),
+        "rms_norm_eps": round(field("attention.layer_norm_rms_epsilon"), 12),
+        "rope_theta": field("rope.freq_base", 1e4),
         "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],

@@ -52,6 +52,8 @@ class Characters:
     """A tokenizer with one token per character; the ids start with 0 for the space."""
 
     eos_ids: Sequence[int] = ()
+    special_ids: Sequence[int] = ()
+    template: str | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [ord(x) - 32 for x in text]
@@ -62,5 +64,5 @@ class Characters:
     def token_bytes(self, token: int) -> bytes:
         return self.decode([token]).encode()
 
-    def chat(self, messages: Sequence[Any]) -> str:
-        return "".join(f"<{x['role']}>{x['content']}" for x in messages)
+    def chat(self, messages: Sequence[Any], *, tools: Sequence[Any] | None = None) -> str:
+        return f"{tools or ''}" + "".join(f"<{x['role']}>{x.get('tool_calls', '')}{x['content']}" for x in messages)

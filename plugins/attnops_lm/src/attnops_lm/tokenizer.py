@@ -156,6 +156,11 @@ class Tokenizer:
         once, twice = (self.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
         return twice[len(once) :].encode()
 
+    @property
+    def special_ids(self) -> list[int]:
+        """Special tokens, which `decode` leaves out."""
+        return [i for i, token in self.backend.get_added_tokens_decoder().items() if token.special]
+
     @functools.cached_property
     def _added(self) -> frozenset[int]:
         return frozenset(self.backend.get_added_tokens_decoder())
@@ -172,8 +177,19 @@ class Tokenizer:
     def _decoder(self) -> str:
         return "" if self.backend.decoder is None else self.backend.decoder.__getstate__().decode()
 
-    def chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The text of a conversation of ``{"role": …, "content": …}``, up to the beginning of the model's answer.
+
+        Args:
+            messages: the turns.
+            tools: what the answer may call, as in transformers' ``apply_chat_template``.
+            add_generation_prompt: whether the text ends with the beginning of an answer.
 
         Raises:
             ValueError: the model has no chat template.
@@ -189,8 +205,8 @@ class Tokenizer:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
         template = environment.from_string(self.template)
         return template.render(
-            messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt,
-            **self.special,
+            messages=[dict(message) for message in messages], tools=None if tools is None else list(tools),
+            add_generation_prompt=add_generation_prompt, **self.special,
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from attnops_lm.commands import serve as command
 from attnops_lm.model import CausalLM
 from attnops_lm.origin import Origin
 from attnops_lm.serve import process
+from attnops_lm.serve.limits import Limits
 from attnops_lm.testing import small
 from attnops_lm.tokenizer import Tokenizer
 
@@ -90,6 +91,19 @@ def test_api_keys_come_from_arguments_or_the_environment_and_are_checked_first(m
     result = run("--api-key", "")
     assert result.exit_code == 2
     assert result.stderr.startswith("attnops: API key 0 has 0 characters, but must have at least one")
+
+
+def test_limits_of_clients_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(command, "keep_programs", lambda _: None)
+    monkeypatch.setattr(serve, "load_model", lambda *_: (None, None))
+    monkeypatch.setattr(serve, "Engine", lambda *_, **__: FakeEngine())
+    monkeypatch.setattr(FakeEngine, "warm", lambda _: None)
+    monkeypatch.setattr(process, "serve", lambda *_, **options: (found.append(options["limits"]), 0)[1])
+    assert run().exit_code == 0
+    assert run("--client-answers", "2", "--client-calls", "3", "--client-tokens", "4").exit_code == 0
+    assert found == [Limits(), Limits(answers=2, calls=3, tokens=4)]
+    assert run("--client-tokens", "0").exit_code == 2
 
 
 @pytest.mark.slow

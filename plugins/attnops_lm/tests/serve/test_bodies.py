@@ -12,6 +12,8 @@ from attnops_lm.serve.errors import APIError
 
 PROMPT: dict[str, Any] = {"model": "small", "prompt": "a"}
 CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "a"}]}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "a"}}
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "b"}}
 
 
 def said(message: dict[str, Any]) -> dict[str, Any]:
@@ -62,14 +64,47 @@ def test_what_asks_for_nothing_is_taken(body: dict[str, Any]) -> None:
         (PROMPT | {"best_of": True}, "best_of", "true is not served; leave it out or send 1"),
         (PROMPT | {"suffix": "b"}, "suffix", '"b" is not served; leave it out'),
         (CHAT | {"top_logprobs": 0}, "top_logprobs", "it needs logprobs=true; send both, or leave it out"),
-        (CHAT | {"tool_choice": "required"}, "tool_choice", '"required" is not served; leave it out or send "none" or'),
+        (CHAT | {"tool_choice": "required"}, "tool_choice", "no such tool is among tools; send it there too"),
+        (CHAT | {"response_format": {"type": "xml"}}, "response_format.type", '"xml" is not served; send "text" or "j'),
+        (CHAT | {"response_format": {"type": "json_schema"}}, "response_format", "type 'json_schema' needs the field"),
         (
-            CHAT | {"response_format": {"type": "json_object"}},
+            CHAT | {"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}},
             "response_format",
-            '{"type": "json_object"} is not served; leave it out or send {"type": "text"}',
+            "type 'json_schema' needs the field json_schema, and no other type has it",
         ),
-        (CHAT | {"tools": [{"type": "function"}]}, "tools", '[{"type": "function"}] is not served; leave it out or'),
-        (said({"role": "tool", "content": "a"}), "messages[1].role", '"tool" is not served; send "system" or "devel'),
+        (PROMPT | {"structured_outputs": {}}, "structured_outputs", "it has 0 of json, regex and choice; send one"),
+        (
+            PROMPT | {"structured_outputs": {"regex": "a", "json": {}}},
+            "structured_outputs",
+            "it has 2 of json, regex and choice; send one",
+        ),
+        (CHAT | {"tool_choice": "any"}, "tool_choice", '"any" is not served; leave it out or send "none" or "auto" or'),
+        (CHAT | {"tools": [{"type": "custom"}]}, "tools[0].type", '"custom" is not served; send "function"'),
+        (CHAT | {"tools": [TOOL, TOOL]}, "tools", "the names of functions must differ"),
+        (CHAT | {"tools": [TOOL], "tool_choice": NAMED}, "tool_choice", "no such tool is among tools; send it there"),
+        (
+            CHAT | {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters",
+            "it must be a JSON schema of type 'object'",
+        ),
+        (said({"role": "function", "content": "a"}), "messages[1].role", '"function" is not served; send "system" or'),
+        (said({"role": "tool", "content": "a"}), "messages[1].tool_call_id", "a message of role 'tool' must have it"),
+        (
+            said({"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "a", "arguments": "[1]"}}]}),
+            "messages[1].tool_calls[0].function.arguments",
+            "it must be a JSON object, as text",
+        ),
+        (
+            said(
+                {
+                    "role": "user",
+                    "content": "a",
+                    "tool_calls": [{"id": "b", "function": {"name": "a", "arguments": ""}}],
+                }
+            ),
+            "messages[1].tool_calls",
+            "only an assistant's message has them; leave it out",
+        ),
         (
             said({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
             "messages[1].content",

@@ -184,7 +184,7 @@ CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content
         ({"model": "small", "messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         (CHAT | {"messages": [*CHAT["messages"], {"role": "x", "content": "a"}]}, "messages[1].role"),
-        (CHAT | {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT | {"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools"),
         (CHAT | {"max_completion_tokens": LENGTH}, "max_completion_tokens"),
         (CHAT | {"max_completion_tokens": 4, "max_tokens": 5}, "max_tokens"),
     ],

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 import tokenizers
-from lm_server import FakeEngine, running
+from lm_server import FakeEngine, Scripted, running
 from starlette.responses import JSONResponse
 from tokenizers import decoders, models, pre_tokenizers
 
 from attnops_lm.serve import Delta, Request
 from attnops_lm.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
-from attnops_lm.serve.program import StepBatch, StepResult
 from attnops_lm.serve.text_of_json import encoded
 from attnops_lm.testing import Characters
 from attnops_lm.tokenizer import Tokenizer
@@ -108,19 +106,6 @@ def test_n_answers_have_a_choice_each_and_their_prompt_counts_once(url: str) -> 
         assert own[0]["delta"]["role"] == "assistant"
         assert "".join(x["delta"].get("content", "") for x in own) == "!!!"
         assert own[-1]["finish_reason"] == "length"
-
-
-class Scripted(FakeEngine):
-    """Generates these tokens for every prompt; the log-probability of the i-th is −i."""
-
-    def __init__(self, tokens: Sequence[int], tokenizer: Any) -> None:
-        super().__init__()
-        self.tokenizer, self.script = tokenizer, tokens
-
-    def _call(self, batch: StepBatch) -> StepResult:
-        result = super()._call(batch)
-        tokens = np.asarray([self.script[i] for i in batch.index])
-        return result._replace(tokens=tokens, logprobs=result.logprobs._replace(sampled=-1.0 * batch.index))
 
 
 def deltas(engine: FakeEngine, **options: Any) -> list[Delta]:

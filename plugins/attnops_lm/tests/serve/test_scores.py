@@ -13,8 +13,9 @@ from flax import nnx
 from lm_server import CHUNK, LENGTH, PAGE, PAGES
 
 from attnops_lm.serve import Engine, Request
+from attnops_lm.serve.grammar import Grammars, choice_rule
 from attnops_lm.serve.logprobs import TokenLogprob
-from attnops_lm.serve.scores import logprobs_of, penalised
+from attnops_lm.serve.scores import logprobs_of, masked, penalised
 from attnops_lm.testing import Characters, small
 
 PROMPTS = [[3] * 10, [7, 8, 9], list(range(40, 60)), [5, 90]]
@@ -31,6 +32,9 @@ def test_nothing_is_computed_outside_of_a_branch() -> None:
     found = outer_primitives(logprobs_of, logits, tokens, jax.ShapeDtypeStruct((4,), bool))
     assert found <= {"reduce_or", "convert_element_type", "cond"}
     generated = jax.ShapeDtypeStruct((4, 8), jnp.int32)
+    allowed = jax.ShapeDtypeStruct((4, 3), jnp.uint32)
+    found = outer_primitives(masked, logits, allowed, jax.ShapeDtypeStruct((4,), bool))
+    assert found <= {"reduce_or", "convert_element_type", "cond"}
     found = outer_primitives(penalised, logits, generated, row, row)
     assert found <= {"ne", "or", "reduce_or", "convert_element_type", "cond"}
 
@@ -122,3 +126,35 @@ def test_answers_to_one_prompt_share_its_pages(engine: Engine) -> None:
     while engine.step():
         pass
     assert [x.cached for x in requests] == [0, 16, 16]
+
+
+@pytest.mark.slow
+def test_a_grammar_masks_its_row_alone_and_is_drawn_from_after_penalties(engine: Engine, logits_after: Any) -> None:
+    words = ["shore", "short", "shot", "sand", "salt sand", "sea"]
+    grammars = Grammars(Characters(), 96)  # type: ignore[arg-type]
+
+    def expected(prompt: list[int], presence: float = 0.0) -> list[int]:
+        tokens: list[int] = []
+        while (text := Characters().decode(tokens)) not in words:  # none of the words begins another
+            scores = logits_after(prompt + tokens)
+            scores[tokens] -= presence
+            following = {x[len(tokens)] for x in words if x.startswith(text)}
+            allowed = Characters().encode("".join(following))
+            tokens.append(max(allowed, key=lambda x: scores[x]))
+        return tokens
+
+    def options(**more: Any) -> dict[str, Any]:
+        return {"constraint": grammars.constraint(choice_rule(words))} | more
+
+    given: list[dict[str, Any]] = [
+        options(logprobs=3), options(presence_penalty=2.0), {}, options(temperature=2.0, seed=3, top_p=0.8)
+    ]  # fmt: skip
+    tokens, logprobs = serve(engine, given)
+    assert tokens[:2] == [expected(PROMPTS[0]), expected(PROMPTS[1], 2.0)]
+    assert tokens[2] == serve(engine, [{}] * 4)[0][2]  # a row without a grammar, next to others
+    assert Characters().decode(tokens[3]) in words
+    # Log-probabilities are of the model's own distribution, not of the grammar's.
+    for j, x in enumerate(logprobs[0]):
+        logs = log_softmax(logits_after(PROMPTS[0] + tokens[0][:j]))
+        np.testing.assert_allclose(x.value, logs[x.token], atol=1e-4)
+        np.testing.assert_allclose([value for _, value in x.most_likely], np.sort(logs)[:-4:-1], atol=1e-4)

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ PAGE, PAGES, LENGTH, CHUNK = 4, 20, 64, 12  # a request alone may take 16 pages 
 
 class FakeEngine(Engine):
     """Answers every prompt with ``!`` again and again, with log-probability -0.5; the next characters have -1, -1.5, ….
+    Where a grammar decides, it draws from the allowed tokens, each with the same probability.
 
     Args:
         seconds: the time of a step.
@@ -37,7 +38,7 @@ class FakeEngine(Engine):
         model = SimpleNamespace(config=config, init_ragged_pages=lambda **_: ((), None))
         sizes = {"rows": 4, "pages": 1 << 10, "page_size": 16, "max_length": 1 << 12, "chunks": [64]}
         super().__init__(model, Characters(), **(sizes | options))  # type: ignore[arg-type]
-        self.seconds, self.fails_after = seconds, fails_after
+        self.seconds, self.fails_after, self.generator = seconds, fails_after, np.random.default_rng(0)
 
     def _call(self, batch: StepBatch) -> StepResult:
         if self.counts["steps"] >= self.fails_after:
@@ -46,10 +47,26 @@ class FakeEngine(Engine):
         token = Characters().encode("!")[0]
         likely = np.arange(token, token + MOST_LIKELY) * np.ones((self.rows, 1), int)
         logprobs = Logprobs(np.full(self.rows, -0.5), likely, -0.5 * (likely - token + 1))  # type: ignore[arg-type]
-        return StepResult(np.full(self.rows, token), False, logprobs)
+        drawn = np.full(self.rows, token)
+        for row in np.flatnonzero(batch.has_grammar):
+            drawn[row] = self.generator.choice([i for i in range(96) if batch.allowed[row, i // 32] >> i % 32 & 1])
+        return StepResult(drawn, False, logprobs)
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         self.counts["copied"] += len(copies)
+
+
+class Scripted(FakeEngine):
+    """Generates these tokens for every prompt; the log-probability of the i-th is −i."""
+
+    def __init__(self, tokens: Sequence[int], tokenizer: Any) -> None:
+        super().__init__()
+        self.tokenizer, self.script = tokenizer, tokens
+
+    def _call(self, batch: StepBatch) -> StepResult:
+        result = super()._call(batch)
+        tokens = np.asarray([self.script[i] for i in batch.index])
+        return result._replace(tokens=tokens, logprobs=result.logprobs._replace(sampled=-1.0 * batch.index))
 
 
 @contextlib.contextmanager

@@ -60,6 +60,16 @@ def command(
             show_default="anyone may call",
         ),
     ] = None,
+    client_answers: Annotated[
+        int | None, typer.Option(min=1, help="Most answers of a client at a time.", show_default="no limit")
+    ] = None,
+    client_calls: Annotated[
+        int | None, typer.Option(min=1, help="Most calls of a client per minute.", show_default="no limit")
+    ] = None,
+    client_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of a client per minute, prompts included.", show_default="no limit"),
+    ] = None,
     no_prefix_sharing: Annotated[
         bool, typer.Option("--no-prefix-sharing", help="Compute every prompt from its first token.")
     ] = False,
@@ -79,6 +89,7 @@ def command(
         from attnops_caches import Quantized
         from attnops_lm.serve import Engine, load_model
         from attnops_lm.serve.keys import check_keys
+        from attnops_lm.serve.limits import Limits
         from attnops_lm.serve.loading import parse_mesh
         from attnops_lm.serve.process import serve
     except ModuleNotFoundError as error:
@@ -101,5 +112,6 @@ def command(
         except (FileNotFoundError, ModuleNotFoundError, PluginError, ValueError) as error:
             fail(error, 2)
         engine.warm()
-        raise typer.Exit(serve(engine, name, host=host, port=port, api_keys=api_key or []))
+        limits = Limits(client_answers, client_calls, client_tokens)
+        raise typer.Exit(serve(engine, name, host=host, port=port, api_keys=api_key or [], limits=limits))
     raise typer.Exit(130)

@@ -16,19 +16,32 @@ from attnops_lm.serve.errors import APIError
 from attnops_lm.serve.logprobs import chat_logprobs, completion_logprobs
 from attnops_lm.serve.request import Delta, Request
 from attnops_lm.serve.text_of_json import encoded
+from attnops_lm.serve.tools import ToolParser
 
 if TYPE_CHECKING:
     from attnops_lm.serve.endpoints import Server
+    from attnops_lm.serve.limits import Client
 
 
 class Answer:
     """The answer to one HTTP call, in the format of its endpoint."""
 
-    def __init__(self, server: Server, body: Body, requests: list[Request], queue: asyncio.Queue[Any]) -> None:
-        self.server, self.body, self.requests, self.queue = server, body, requests, queue
+    def __init__(
+        self, server: Server, client: Client, body: Body, requests: list[Request], queue: asyncio.Queue[Any]
+    ) -> None:
+        self.server, self.client, self.body, self.requests, self.queue = server, client, body, requests, queue
+        self.prompts = requests[:: body.n or 1]  # a prompt with several answers counts once
         self.is_chat = isinstance(body, ChatBody)
+        tools = body.callable_tools if isinstance(body, ChatBody) else []
+        names = {x.function.name for x in tools}
+        self.parsers = [ToolParser(names) for _ in requests] if names else None
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
+
+    def end(self) -> None:
+        """Cancel what is left of the requests."""
+        self.server.engine.cancel(*self.requests)
+        self.client.end_answers(len(self.requests))
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """Every delta, with the index of its request."""
@@ -36,7 +49,8 @@ class Answer:
         while left:
             i, delta = await self.queue.get()
             if delta.finish_reason == "error":
-                raise APIError(503 if self.server.engine.failure is None else 500, delta.text)
+                engine = self.server.engine  # it has stopped, or failed, or can't continue this answer
+                raise APIError(503 if engine.is_stopped and engine.failure is None else 500, delta.text)
             left -= delta.finish_reason is not None
             yield i, delta
 
@@ -78,8 +92,9 @@ class Answer:
                 for i in range(len(self.requests)):
                     yield _event(self.envelope([self.choice(i, [Delta("")], True, is_first=True)], True) | empty)
             async for i, delta in self.deltas():
-                if delta.text or delta.finish_reason or delta.logprobs:
-                    yield _event(self.envelope([self.choice(i, [delta], True)], True) | empty)
+                choice = self.choice(i, [delta], True)
+                if choice.get("text") or choice.get("delta") or choice["finish_reason"] or choice["logprobs"]:
+                    yield _event(self.envelope([choice], True) | empty)
             if has_usage:
                 yield _event(self.envelope([], True) | {"usage": self.usage()})
         except APIError as error:
@@ -100,19 +115,26 @@ class Answer:
         logprobs = None
         if tokens or (self.body.most_likely is not None and not is_part):
             logprobs = (chat_logprobs if self.is_chat else completion_logprobs)(tokens, self.server.engine.tokenizer)
-        choice = {"index": i, "finish_reason": deltas[-1].finish_reason, "logprobs": logprobs}
+        reason = deltas[-1].finish_reason
+        calls: list[dict[str, Any]] = []
+        if self.parsers is not None and not is_first:
+            text, calls = self.parsers[i].push(text, is_last=reason is not None)
+            reason = "tool_calls" if reason == "stop" and self.parsers[i].count else reason
+        choice = {"index": i, "finish_reason": reason, "logprobs": logprobs}
         if not self.is_chat:
             return choice | {"text": text}
         if not is_part:
-            return choice | {"message": {"role": "assistant", "content": text}}
+            for call in calls:
+                del call["index"]  # of a stream alone
+            message = {"role": "assistant", "content": text or None if calls else text}
+            return choice | {"message": message | ({"tool_calls": calls} if calls else {})}
         delta = {"role": "assistant", "content": ""} if is_first else {"content": text} if text else {}
-        return choice | {"delta": delta}
+        return choice | {"delta": delta | ({"tool_calls": calls} if calls else {})}
 
     def usage(self) -> dict[str, Any]:
-        """The numbers of tokens; a prompt with several answers counts once."""
-        prompts = self.requests[:: self.body.n or 1]
-        prompt, generated = sum(x.prompt_length for x in prompts), sum(x.count for x in self.requests)
-        cached = sum(x.cached for x in prompts)
+        """The numbers of tokens."""
+        prompt, generated = sum(x.prompt_length for x in self.prompts), sum(x.count for x in self.requests)
+        cached = sum(x.cached for x in self.prompts)
         return {
             "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
@@ -130,7 +152,7 @@ class Events(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.answer.server.engine.cancel(*self.answer.requests)
+            self.answer.end()
 
 
 def _event(content: dict[str, Any]) -> str:

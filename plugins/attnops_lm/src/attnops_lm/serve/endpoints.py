@@ -22,12 +22,15 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attnops_lm.serve.answers import Answer, Events
-from attnops_lm.serve.bodies import Body, ChatBody, CompletionBody
+from attnops_lm.serve.bodies import Body, ChatBody, CompletionBody, ResponseFormat
 from attnops_lm.serve.engine import Engine, QueueFullError, StoppedError
 from attnops_lm.serve.errors import APIError
+from attnops_lm.serve.grammar import Constraint, Grammars
 from attnops_lm.serve.keys import KeyGuard
+from attnops_lm.serve.limits import NO_LIMITS, Clients, Limits
 from attnops_lm.serve.metrics import Metrics
 from attnops_lm.serve.request import Delta, Request
+from attnops_lm.serve.tools import CLOSE, refusal
 
 # The limit of a body's size: bytes per token that all rows together can hold, and bytes for the rest of the JSON. Text
 # has four or five bytes per token, a token id in a list up to eight, and an escape such as \u00e9 six bytes per
@@ -38,9 +41,10 @@ TOKEN_BYTES, REST_BYTES = 16, 1 << 16
 class Server:
     """The endpoints of an engine."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, name: str, limits: Limits) -> None:
         self.engine, self.name, self.started = engine, name, int(time.time())
-        self.measured = Metrics(engine, name)
+        self.clients = Clients(limits)
+        self.measured, self.grammars = Metrics(engine, name), Grammars(engine.tokenizer, engine.vocab_size)
         self.largest = REST_BYTES + TOKEN_BYTES * engine.max_length * engine.rows
         self.thread = threading.Thread(target=engine.run, name="engine", daemon=True)
 
@@ -92,21 +96,39 @@ class Server:
             raise APIError(400, "prompt: it has no tokens", "prompt")
         if not all(0 <= token < self.engine.vocab_size for x in tokens for token in x):
             raise APIError(400, f"prompt: token ids must be from 0 to {self.engine.vocab_size - 1}", "prompt")
-        return body, [y for x in tokens for y in self._requests(body, x, "prompt", len(tokens), default=16)]
+        make = functools.partial(self._requests, body, self._constraint(body), "prompt", len(tokens), 16)
+        return body, [request for x in tokens for request in make(x)]
 
     def _read_chat(self, content: bytes) -> tuple[Body, list[Request]]:
         body: ChatBody = self._parse(content, ChatBody)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             message = "max_tokens: it is the old name of max_completion_tokens, which is given too; leave one out"
             raise APIError(400, message, "max_tokens")
+        tools = self._tools(body)
         try:
-            text = self.engine.tokenizer.chat([x.for_template() for x in body.messages])
+            text = self.engine.tokenizer.chat([x.for_template() for x in body.messages], tools=tools)
         except (ValueError, jinja2.TemplateError) as error:  # such as roles that do not alternate
             raise APIError(400, f"messages: {error}", "messages") from None
         tokens = self.engine.tokenizer.encode(text)
         if not tokens:
             raise APIError(400, "messages: they have no tokens", "messages")
-        return body, self._requests(body, tokens, "messages", 1, default=self.engine.max_length)
+        return body, self._requests(body, self._constraint(body), "messages", 1, self.engine.max_length, tokens)
+
+    def _tools(self, body: ChatBody) -> list[dict[str, Any]] | None:
+        """The tools for the template; None if there are none."""
+        has_calls = any(x.tool_calls or x.role == "tool" for x in body.messages)
+        if not body.callable_tools and not has_calls:
+            return None
+        field = "tools" if body.callable_tools else "messages"
+        if (reason := refusal(self.engine.tokenizer)) is not None:
+            raise APIError(400, f"{field}: {reason}; leave tools out", field, "no_tools")
+        if not body.callable_tools:
+            return None
+        field, given = body.format
+        if given is not None and given != ResponseFormat(type="text"):
+            message = f"{field}: an answer that may call tools has no other format; send tool_choice='none'"
+            raise APIError(400, f"{message}, or leave it out", field)
+        return [x.for_template() for x in body.callable_tools]
 
     def _parse(self, content: bytes, kind: type[Any]) -> Any:
         try:
@@ -116,13 +138,18 @@ class Server:
         self._check_name(body.model)
         if body.stream_options is not None and not body.stream:
             raise APIError(400, "stream_options: it needs stream=true; leave it out", "stream_options")
+        if body.structured_outputs is not None and body.response_format is not None:
+            message = "structured_outputs: it is another response_format, which is given too; leave one out"
+            raise APIError(400, message, "structured_outputs")
         return body
 
     def _check_name(self, name: str) -> None:
         if name != self.name:
             raise APIError(404, f"model: {name!r} is not served, but {self.name!r}", "model", "model_not_found")
 
-    def _requests(self, body: Body, tokens: list[int], param: str, prompts: int, default: int) -> list[Request]:
+    def _requests(
+        self, body: Body, constraint: Constraint | None, param: str, prompts: int, default: int, tokens: list[int]
+    ) -> list[Request]:
         """``n`` requests of these tokens, which are one of several prompts; an answer has at most ``default`` tokens if
         the client gives no limit.
         """
@@ -142,15 +169,33 @@ class Server:
         # Each answer draws with a seed of its own, the first with the seed that a client gives.
         seeds = [secrets.randbits(32) if body.seed is None else (body.seed + i) % 2**32 for i in range(n)]
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+        if isinstance(body, ChatBody) and body.callable_tools and body.parallel_tool_calls is False:
+            stop += (CLOSE,)  # of the first call
         return [
             Request(
                 list(tokens), min(default, room) if limit is None else limit, temperature=body.temperature or 0.0,
                 top_k=body.top_k, top_p=1.0 if body.top_p is None else body.top_p, seed=seed, stop=stop,
                 ignore_eos=body.ignore_eos, frequency_penalty=body.frequency_penalty or 0.0,
                 presence_penalty=body.presence_penalty or 0.0, logprobs=body.most_likely,
+                constraint=constraint and constraint.copy(),
             )
             for seed in seeds
         ]  # fmt: skip
+
+    def _constraint(self, body: Body) -> Constraint | None:
+        """What an answer must follow, if the client says it."""
+        field, given = body.format
+        try:
+            rule = None if given is None else given.rule
+            if isinstance(body, ChatBody) and body.tool_rule is not None:
+                field, rule = "tools", body.tool_rule
+            if rule is None:
+                return None
+            if body.ignore_eos:
+                raise ValueError("it says where an answer may end; leave ignore_eos out")
+            return self.grammars.constraint(rule)
+        except ValueError as error:
+            raise APIError(400, f"{field}: {error}", field, "invalid_format") from None
 
     async def _content(self, http: HTTPRequest) -> bytes:
         """The body, if it has at most ``largest`` bytes; reading stops beyond that."""
@@ -166,6 +211,9 @@ class Server:
         return b"".join(parts)
 
     async def _respond(self, http: HTTPRequest, read: Callable[[bytes], tuple[Body, list[Request]]]) -> Response:
+        # An API key is the client, else its address.
+        name = http.scope.get("api_key") or (http.client and http.client.host)
+        self.clients.find(name).begin_call()
         # In a thread: parsing, templates and tokenizers need seconds for long texts, and other clients must not wait.
         body, requests = await asyncio.to_thread(read, await self._content(http))
         queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
@@ -173,26 +221,37 @@ class Server:
 
         def emit(index: int, delta: Delta) -> None:
             self.measured.observe(requests[index], delta)
+            client.use(delta.finish_reason != "error")
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (index, delta))
 
         for i, request in enumerate(requests):
             request.emit = functools.partial(emit, i)
+        client = self.clients.find(name)
+        client.begin_answers(len(requests))
+        answer = Answer(self, client, body, requests, queue)
         try:
-            self.engine.submit(*requests)
-        except QueueFullError as error:
-            raise APIError(429, str(error), code="queue_full") from None
-        except StoppedError as error:
-            raise APIError(503, str(error), code="stopped") from None
-        except ValueError as error:
-            raise APIError(400, str(error)) from None
-        answer = Answer(self, body, requests, queue)
+            self._submit(requests)
+        except APIError:
+            answer.end()
+            raise
+        client.use(sum(x.prompt_length for x in answer.prompts))
         if body.stream:
             return Events(answer)
         try:
             return await answer.whole(http)
         finally:
-            self.engine.cancel(*requests)
+            answer.end()
+
+    def _submit(self, requests: list[Request]) -> None:
+        try:
+            self.engine.submit(*requests)
+        except QueueFullError as error:
+            raise APIError(429, str(error), code="queue_full", retry_after=1) from None
+        except StoppedError as error:
+            raise APIError(503, str(error), code="stopped") from None
+        except ValueError as error:
+            raise APIError(400, str(error)) from None
 
 
 class QuietEnd:
@@ -209,18 +268,19 @@ class QuietEnd:
                 raise
 
 
-def application(engine: Engine, name: str, api_keys: Sequence[str] = ()) -> Starlette:
+def application(engine: Engine, name: str, api_keys: Sequence[str] = (), limits: Limits = NO_LIMITS) -> Starlette:
     """The ASGI application, which runs the engine in a thread while it is up.
 
     Args:
         engine: the engine.
         name: the name of the model, for clients.
         api_keys: the keys with which ``/v1`` may be called; none: by anyone. `/health` and `/metrics` need no key.
+        limits: what one client may use, by its key, or by its address without keys.
 
     Raises:
         ValueError: a key is empty, or has characters other than visible ASCII.
     """
-    server = Server(engine, name)
+    server = Server(engine, name, limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -233,7 +293,9 @@ def application(engine: Engine, name: str, api_keys: Sequence[str] = ()) -> Star
         if isinstance(error, HTTPException):
             error = APIError(error.status_code, error.detail)
         assert isinstance(error, APIError)
-        return JSONResponse(error.content, error.status)
+        if error.status == 429:
+            server.measured.refused[error.reason] += 1
+        return JSONResponse(error.content, error.status, error.headers)
 
     v1 = [
         Route("/models", server.models),

@@ -88,7 +88,8 @@ class Engine:
         self.eos_ids = frozenset(tokenizer.eos_ids)
         self.pages = Pages(pages, page_size, prefix_sharing and not model.config.has_linear_layers)
         self.table = np.full((rows, width), -1, np.int32)
-        # On the device: steps without penalties transfer nothing.
+        # On the device: steps without grammars and penalties transfer nothing.
+        self.no_grammar = jax.device_put(np.zeros((rows, math.ceil(self.vocab_size / 32)), np.uint32))
         self.none_generated = jax.device_put(np.full((rows, self.max_length), self.vocab_size, np.int32))
         self.waiting: collections.deque[Request] = collections.deque()
         self.running: list[Request] = []
@@ -162,6 +163,8 @@ class Engine:
             )
         if x.logprobs is not None and not (isinstance(x.logprobs, int) and 0 <= x.logprobs <= MOST_LIKELY):
             raise ValueError(f"logprobs={x.logprobs} must be an int from 0 to {MOST_LIKELY}, or None")
+        if x.constraint is not None and x.ignore_eos:
+            raise ValueError("ignore_eos=True must be False with a constraint, which says where the answer may end")
 
     def cancel(self, *requests: Request) -> None:
         """Cancel requests before the next step, such as requests of disconnected clients; from any thread."""
@@ -174,10 +177,13 @@ class Engine:
             self.is_stopped = True
             self.changed.notify_all()
             for request in [*self.running, *self.waiting]:
-                self.counts["finished_error"] += 1
-                request.emit(Delta(error, finish_reason="error"))
-                self._release(request)
+                self._fail(request, error)
             self.waiting.clear()
+
+    def _fail(self, request: Request, error: str) -> None:
+        self.counts["finished_error"] += 1
+        request.emit(Delta(error, finish_reason="error"))
+        self._release(request)
 
     def run(self) -> None:
         """Step while there are requests, wait for them while there are none, until `stop`."""
@@ -322,8 +328,9 @@ class Engine:
         by_row = [np.zeros(R, t) for t in (np.int32, np.int32, np.float32, np.int32, np.float32, np.uint32, np.int32)]
         counts, lengths, temperature, top_k, top_p, seed, index = by_row
         top_p[:] = 1
-        frequency, presence, has_logprobs = (np.zeros(R, t) for t in (np.float32, np.float32, bool))
+        frequency, presence, has_logprobs, has_grammar = (np.zeros(R, t) for t in (np.float32, np.float32, bool, bool))
         generated: np.ndarray | jax.Array = self.none_generated
+        allowed: np.ndarray | jax.Array = self.no_grammar
         start = 0
         for x, count in sorted(runs.items(), key=lambda item: item[0].row):
             r, first = x.row, start if size > R else x.row
@@ -336,9 +343,14 @@ class Engine:
                 if generated is self.none_generated:
                     generated = np.full((R, self.max_length), self.vocab_size, np.int32)
                 generated[r, : x.count] = x.tokens[x.prompt_length :]
+            if x.constraint is not None and not x.pending:
+                has_grammar[r] = True
+                if allowed is self.no_grammar:
+                    allowed = np.zeros(self.no_grammar.shape, np.uint32)
+                allowed[r] = x.constraint.allowed
         return StepBatch(
             tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index, frequency, presence, generated,
-            has_logprobs,
+            has_logprobs, allowed, has_grammar,
         )  # fmt: skip
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
@@ -368,8 +380,14 @@ class Engine:
             most = request.logprobs
             most_likely = [(int(i), float(x)) for i, x in zip(ids[:most], values[:most], strict=True)]
             request.hidden.append(TokenLogprob(token, float(sampled), most_likely, start))
-        is_full = request.count == request.max_tokens
-        reason = "stop" if is_end or request.text.stopped else "length" if is_full else None
+        is_full, is_complete = request.count == request.max_tokens, False
+        if request.constraint is not None and not is_end:
+            request.constraint.push(token)
+            is_complete, failure = request.constraint.is_complete, request.constraint.failure
+            if failure is not None and not (is_full or request.text.stopped):
+                self._fail(request, f"the answer can't be continued as its format says: {failure}")
+                return
+        reason = "stop" if is_end or is_complete or request.text.stopped else "length" if is_full else None
         if reason is not None:
             text += request.text.finish()
             self.counts[f"finished_{reason}"] += 1

@@ -6,16 +6,24 @@ import itertools
 
 from pydantic import ValidationError
 
-from attnops_lm.serve.bodies import NOT_SERVED
+from attnops_lm.serve.fields import NOT_SERVED
 
 
 class APIError(Exception):
-    """An error, with its HTTP status and its JSON."""
+    """An error, with its HTTP status, its headers and its JSON."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         kind = "invalid_request_error" if status < 500 else "server_error"
-        self.status = status
+        self.status, self.reason = status, code or kind
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     @classmethod

@@ -47,7 +47,7 @@ class KeyGuard:
         digest = _digest(key.strip())
         are_equal = [hmac.compare_digest(digest, valid) for valid in self.digests]
         if kind.lower() == "bearer" and any(are_equal):
-            await self.app(scope, receive, send)
+            await self.app({**scope, "api_key": digest}, receive, send)
             return
         message = "the header Authorization must be 'Bearer KEY' with a valid API key"
         error = APIError(401, message, code="invalid_api_key")

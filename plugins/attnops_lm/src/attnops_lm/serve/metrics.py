@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ _FIRST = (
 _TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
+REFUSALS = ("queue_full", "answers_at_a_time", "calls_per_minute", "tokens_per_minute")
+
 
 class Metrics(Collector):
     """The metrics of one engine, in a registry of their own.
@@ -32,6 +35,7 @@ class Metrics(Collector):
 
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name, self.registry = engine, name, CollectorRegistry()
+        self.refused: collections.Counter[str] = collections.Counter()
         self.registry.register(self)
         self._first = self._histogram("time_to_first_token", "until a request's first token.", _FIRST)
         self._token = self._histogram(
@@ -90,6 +94,12 @@ class Metrics(Collector):
         ):  # fmt: skip
             ended.add_metric([self.name, reason], engine.counts[key])
         yield ended
+        refused = CounterMetricFamily(
+            "attnops:requests_refused", "Calls that got status 429, by reason.", labels=["model_name", "reason"]
+        )
+        for reason in REFUSALS:
+            refused.add_metric([self.name, reason], self.refused[reason])
+        yield refused
 
     def exposition(self, accept: str | None) -> tuple[bytes, str]:
         """All metrics in the format that an ``Accept`` header asks for, and its content type; the default format if the

@@ -12,6 +12,7 @@ import uvicorn
 
 from attnops_lm.serve.endpoints import application
 from attnops_lm.serve.engine import Engine
+from attnops_lm.serve.limits import NO_LIMITS, Limits
 
 GRACE = 5  # seconds that connections have to end before the server does
 
@@ -43,7 +44,15 @@ class HTTPServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 8000, api_keys: Sequence[str] = ()) -> int:
+def serve(
+    engine: Engine,
+    name: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_keys: Sequence[str] = (),
+    limits: Limits = NO_LIMITS,
+) -> int:
     """Serve until a signal comes or the engine fails.
 
     Args:
@@ -52,6 +61,7 @@ def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 800
         host: the address to listen on.
         port: the port to listen on; 0 for any free one.
         api_keys: the keys with which ``/v1`` may be called; none: by anyone.
+        limits: what one client may use, by its key, or by its address without keys.
 
     Returns:
         An exit status: 1 if the engine failed, else 0.
@@ -59,7 +69,7 @@ def serve(engine: Engine, name: str, *, host: str = "127.0.0.1", port: int = 800
     Raises:
         ValueError: a key is empty, or has characters other than visible ASCII.
     """
-    app = application(engine, name, api_keys)
+    app = application(engine, name, api_keys, limits)
     config = uvicorn.Config(app, host=host, port=port, log_level="info", timeout_graceful_shutdown=GRACE)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises its signals again when it has ended
         HTTPServer(config, engine).run()

@@ -14,7 +14,7 @@ from attnops_caches import Rows
 from attnops_linear import StateCache
 from attnops_lm.caching import counted, with_table
 from attnops_lm.generation.sampling import Sampling, sample
-from attnops_lm.serve.scores import Logprobs, logprobs_of, penalised
+from attnops_lm.serve.scores import Logprobs, logprobs_of, masked, penalised
 
 
 class StepBatch(NamedTuple):
@@ -33,6 +33,8 @@ class StepBatch(NamedTuple):
     presence: Any  # float32 [R]
     generated: Any  # int32 [R, L], the tokens that rows with penalties generated, then V; L: tokens of a request
     has_logprobs: Any  # bool [R], the rows whose log-probabilities are asked for
+    allowed: Any  # uint32 [R, ceil(V / 32)], a bit for each token that a row's grammar allows
+    has_grammar: Any  # bool [R]
 
 
 class StepResult(NamedTuple):
@@ -70,7 +72,8 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
         keys = jax.vmap(lambda seed, i: jax.random.fold_in(jax.random.key(seed), i))(batch.seed, batch.index)
         sampling = Sampling(batch.temperature, batch.top_k, batch.top_p, jnp.zeros(rows))
         logits = out.logits.reshape(rows, -1)
-        drawn = sample(penalised(logits, batch.generated, batch.frequency, batch.presence), keys, sampling)
+        scores = penalised(logits, batch.generated, batch.frequency, batch.presence)
+        drawn = sample(masked(scores, batch.allowed, batch.has_grammar), keys, sampling)
         assert out.past_key_values is not None
         has_overflowed = counted(out.past_key_values).overflowed.any()
         return StepResult(drawn, has_overflowed, logprobs_of(logits, drawn, batch.has_logprobs)), out.past_key_values

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnops_lm.generation.text import TextOfRow
 from attnops_lm.serve.logprobs import TokenLogprob
+
+if TYPE_CHECKING:
+    from attnops_lm.serve.grammar import Constraint
 
 
 class Delta(NamedTuple):
@@ -37,6 +40,7 @@ class Request:
         presence_penalty: is subtracted once from the logit of a token that was generated.
         logprobs: how many of the most likely tokens each `Delta` has, with log-probabilities; None: none,
             not even the drawn token's.
+        constraint: the grammar that the answer follows; None: any text.
         row: the row of the batch that computes the request; −1 while it waits.
         number: the order of arrival.
         computed: the number of tokens whose keys and values are in ``pages``.
@@ -58,6 +62,7 @@ class Request:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logprobs: int | None = None
+    constraint: Constraint | None = None
     row: int = -1
     number: int = -1
     computed: int = 0

@@ -1,4 +1,4 @@
-"""Penalties and log-probabilities of a step's logits, for requests that ask for them."""
+"""Penalties, masks of grammars and log-probabilities of a step's logits, for requests that ask for them."""
 
 from __future__ import annotations
 
@@ -62,3 +62,20 @@ def penalised(logits: jax.Array, generated: jax.Array, frequency: jax.Array, pre
         return logits - frequency[:, None] * counts - presence[:, None] * (counts > 0)
 
     return lax.cond(((frequency != 0) | (presence != 0)).any(), computed, lambda: logits)
+
+
+def masked(logits: jax.Array, allowed: jax.Array, has_grammar: jax.Array) -> jax.Array:
+    """Logits, −inf for tokens that a row's grammar does not allow; nothing is computed if no row has a grammar.
+
+    Args:
+        logits: float32 [R, V].
+        allowed: uint32 [R, ceil(V / 32)], a bit per token, the lowest first.
+        has_grammar: bool [R]; other rows stay as they are.
+    """
+
+    def computed() -> jax.Array:
+        bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+        is_allowed = bits.reshape(logits.shape[0], -1)[:, : logits.shape[-1]] == 1
+        return jnp.where(is_allowed | ~has_grammar[:, None], logits, -jnp.inf)
+
+    return lax.cond(has_grammar.any(), computed, lambda: logits)

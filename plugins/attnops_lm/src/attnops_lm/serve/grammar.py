@@ -1,0 +1,137 @@
+"""Answers that follow a grammar, by llguidance: which tokens may come next."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+if TYPE_CHECKING:
+    from attnops_lm.tokenizer import Tokenizer
+
+# White space between two tokens of JSON is limited, since a model could go on with it until its last token.
+_JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,40}"}}
+# The model chooses how a text is divided into tokens.
+_HEADER = '%llguidance {"no_forcing": true}\n'
+_NO_TOKEN = "the vocabulary has no token that can come next"
+_LIMITS = LLParserLimits(verbose_errors=False)
+
+
+def json_rule(schema: dict[str, Any] | bool) -> str:
+    """JSON that fits a JSON schema, for a rule in Lark's format."""
+    if schema is not False:
+        schema = _JSON_OPTIONS if schema is True else _JSON_OPTIONS | schema
+    return f"%json {json.dumps(schema)}"
+
+
+def regex_rule(regex: str) -> str:
+    """A text that a regular expression matches as a whole, for a rule in Lark's format.
+
+    Raises:
+        ValueError: the expression ends with a backslash; what else is wrong with it the grammar says.
+    """
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance would leave it out
+        raise ValueError("the expression ends with a backslash that escapes nothing")
+    return f"/{regex_to_lark(regex, '')}/"
+
+
+def choice_rule(choices: Sequence[str]) -> str:
+    """One of several texts, for a rule in Lark's format."""
+    return " | ".join(json.dumps(x, ensure_ascii=False) for x in choices)
+
+
+class Constraint:
+    """The state of one answer that follows a grammar.
+
+    Attributes:
+        allowed: uint32 [ceil(V / 32)], a bit for each token that may come next, the lowest bit first. Tokens that end
+            the text are among them where the grammar allows the end.
+        is_complete: whether the answer follows the grammar and nothing can be added.
+        failure: why no token is allowed although the answer is incomplete; None: this is not the case.
+    """
+
+    def __init__(self, matcher: LLMatcher, bits: np.ndarray, vocab_size: int) -> None:
+        self._matcher, self._bits, self._vocab_size = matcher, bits, vocab_size
+        self._find()
+
+    def push(self, token: int) -> None:
+        """Add an allowed token that does not end the text."""
+        self._matcher.consume_token(token)
+        self._find()
+
+    def copy(self) -> Constraint:
+        """The constraint of another answer, from the same state."""
+        return Constraint(self._matcher.deep_copy(), self._bits.copy(), self._vocab_size)
+
+    def _find(self) -> None:
+        self.is_complete, self.failure = False, None
+        if not self._matcher.is_error():
+            self.is_complete = self._matcher.is_stopped()
+            fill_next_token_bitmask(self._matcher, self._bits)
+        words = math.ceil(self._vocab_size / 32)
+        self.allowed = self._bits.view(np.uint32)[0, :words].copy()
+        self.allowed[-1] &= np.uint32(0xFFFFFFFF >> (32 * words - self._vocab_size))  # ids without logits
+        if self._matcher.is_error():
+            error = self._matcher.get_error().partition("\n")[0]
+            self.failure = _NO_TOKEN if "NoExtension" in error else error
+        elif not self.allowed.any():
+            self.is_complete = self.is_complete or self._matcher.is_accepting()
+            self.failure = None if self.is_complete else _NO_TOKEN
+
+
+class Grammars:
+    """The constraints of a tokenizer's texts.
+
+    The first one needs the bytes of all tokens, some 10 µs each.
+
+    Args:
+        tokenizer: the tokenizer; tokens that it has beyond ``vocab_size`` are never allowed, nor are ids below that
+            have no token.
+        vocab_size: V, the number of logits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+
+    @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        ends = [x for x in self.tokenizer.eos_ids if x < self.vocab_size]
+        wrapper = TokenizerWrapper(_Vocabulary(self.tokenizer, self.vocab_size, ends))
+        return LLTokenizer(wrapper, eos_token=ends or None)
+
+    def constraint(self, rule: str) -> Constraint:
+        """The constraint of an answer's first token.
+
+        Args:
+            rule: what the whole answer is, such as from `json_rule`.
+
+        Raises:
+            ValueError: llguidance refuses the grammar, or no token can be the first.
+        """
+        matcher = LLMatcher(self._vocabulary, f"{_HEADER}start: {rule}", log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        found = Constraint(matcher, allocate_token_bitmask(1, self._vocabulary.vocab_size), self.vocab_size)
+        if found.failure is not None or not found.allowed.any():
+            raise ValueError(found.failure or "only an empty answer fits it")
+        return found
+
+
+class _Vocabulary:
+    """The members that llguidance reads; without a token that ends a text it adds one, which has no logit."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> None:
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = [x for x in {*tokenizer.special_ids, *ends} if x < vocab_size]
+        self.eos_token_id = ends[0] if ends else None
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError  # only grammars that force tokens call it

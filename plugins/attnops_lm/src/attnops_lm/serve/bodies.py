@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from attnops_lm.serve.fields import Label, Name, NoDict, NoList, Off, Only, Penalty, Stop, Strict, Unserved
+from attnops_lm.serve.fields import Label, Name, NoDict, NoList, Off, Only, Penalty, Stop, Strict, Unserved, json_object
 from attnops_lm.serve.grammar import choice_rule, json_rule, regex_rule
 from attnops_lm.serve.tools import Tool, ToolCall, ToolChoice, calls_rule, text_and_calls_rule
 
@@ -136,8 +135,8 @@ class StructuredOutputs(Strict):
             return choice_rule(self.choice)
         if self.regex is not None:
             return regex_rule(self.regex)
-        schema = json.loads(self.json_) if isinstance(self.json_, str) else self.json_
-        if not isinstance(schema, dict):
+        schema = json_object(self.json_) if isinstance(self.json_, str) else self.json_
+        if schema is None:
             raise ValueError("json: a schema must be a JSON object")
         return json_rule(schema)
 

@@ -107,7 +107,8 @@ class Server:
         tools = self._tools(body)
         try:
             text = self.engine.tokenizer.chat([x.for_template() for x in body.messages], tools=tools)
-        except (ValueError, jinja2.TemplateError) as error:  # such as roles that do not alternate
+        # Such as roles that do not alternate, or arguments of calls that are nested too deeply.
+        except (ValueError, TypeError, RecursionError, jinja2.TemplateError) as error:
             raise APIError(400, f"messages: {error}", "messages") from None
         tokens = self.engine.tokenizer.encode(text)
         if not tokens:

@@ -43,3 +43,16 @@ class Strict(BaseModel):
     """JSON with no other fields than these, of exactly these types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object that a text is in JSON; None if it is none."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"JSON has no {constant}")
+
+    try:
+        found = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None

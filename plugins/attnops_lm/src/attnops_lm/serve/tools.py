@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import AfterValidator, field_validator
 from pydantic_core import PydanticCustomError
 
-from attnops_lm.serve.fields import Label, Name, Only, Strict
+from attnops_lm.serve.fields import Label, Name, Only, Strict, json_object
 from attnops_lm.serve.grammar import json_rule
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Function(Strict):
 
     @field_validator("parameters")
     @classmethod
-    def is_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    def isjson_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
         """The JSON schema, if it is of an object."""
         if (parameters or {}).get("type", "object") != "object":
             raise PydanticCustomError("parameters", "it must be a JSON schema of type 'object'")
@@ -76,9 +76,9 @@ class CalledFunction(Strict):
 
     @field_validator("arguments")
     @classmethod
-    def is_object(cls, arguments: str) -> str:
+    def isjson_object(cls, arguments: str) -> str:
         """The arguments, if they are a JSON object, or empty."""
-        if _object(arguments or "{}") is None:
+        if json_object(arguments or "{}") is None:
             raise PydanticCustomError("arguments", "it must be a JSON object, as text")
         return arguments
 
@@ -177,7 +177,7 @@ class ToolParser:
 
     def _call(self, text: str) -> dict[str, Any] | None:
         """The JSON of a call; None if it is none."""
-        found = _object(text)
+        found = json_object(text)
         if found is None or found.get("name") not in self.names or not isinstance(found.get("arguments"), dict):
             return None
         arguments = json.dumps(found["arguments"], ensure_ascii=False)
@@ -187,16 +187,3 @@ class ToolParser:
         }  # fmt: skip
         self.count += 1
         return call
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    """The object that a text is in JSON; None if it is none."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"JSON has no {constant}")
-
-    try:
-        found = json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None

@@ -231,3 +231,17 @@ def test_the_text_may_end_only_where_the_grammar_allows_it() -> None:
             engine.submit(Request([1], 1, ignore_eos=True, constraint=grammars.constraint(rule)))
     finally:
         engine.tokenizer.eos_ids = Characters.eos_ids
+
+
+def test_preempted_answers_go_on_where_they_were() -> None:
+    engine = FakeEngine(pages=10, page_size=4, max_length=32, chunks=[8])
+    grammars = Grammars(engine.tokenizer, 96)
+    found: list[list[Delta]] = [[] for _ in range(8)]
+    constraint = grammars.constraint(regex_rule("(ab?c){7}"))
+    engine.submit(*(Request([i], 24, emit=x.append, constraint=constraint.copy()) for i, x in enumerate(found)))
+    while engine.step():
+        pass
+    assert engine.counts["preempted"] > 3
+    for deltas in found:
+        assert re.fullmatch("(ab?c){7}", "".join(x.text for x in deltas))
+        assert deltas[-1].finish_reason == "stop"

@@ -13,6 +13,7 @@ from tokenizers import models
 
 from attnops_caches import PagedCache
 from attnops_lm.serve import Engine, Request, load_model
+from attnops_lm.serve.grammar import Grammars, regex_rule
 from attnops_lm.serve.loading import parse_mesh
 from attnops_lm.testing import small
 from attnops_lm.tokenizer import Tokenizer
@@ -29,10 +30,14 @@ def saved(directory: Path, **sizes: Any) -> str:
 
 
 def answers(*given: Any) -> list[list[int]]:
-    """The tokens of two requests, by a model with these arguments of `load_model`; checks where its pages are."""
+    """The tokens of two requests, by a model with these arguments of `load_model`; the second follows a grammar. Checks
+    where the model's pages are.
+    """
     model, tokenizer = load_model(*given)
     engine = Engine(model, tokenizer, rows=2, pages=32, page_size=8, max_length=64, chunks=[16])
-    requests = [Request(list(prompt), 12) for prompt in PROMPTS]
+    # This tokenizer has a space before each token.
+    letters = Grammars(tokenizer, engine.vocab_size).constraint(regex_rule("( [a-z]){12}"))
+    requests = [Request(list(PROMPTS[0]), 12), Request(list(PROMPTS[1]), 12, constraint=letters)]
     engine.submit(*requests)
     while engine.step():
         pass
@@ -42,6 +47,7 @@ def answers(*given: Any) -> list[list[int]]:
     mesh = model.metadata.mesh
     assert kv_heads == {4 if mesh is None else 4 // mesh.shape["tp"]}
     assert engine.counts["traces"] == 2
+    assert all("a" <= chr(32 + token) <= "z" for token in requests[1].tokens[len(PROMPTS[1]) :])
     return [request.tokens for request in requests]
 
 

@@ -23,11 +23,9 @@ _NO_TOKEN = "the vocabulary has no token that can come next"
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
-def json_rule(schema: dict[str, Any] | bool) -> str:
+def json_rule(schema: dict[str, Any]) -> str:
     """JSON that fits a JSON schema, for a rule in Lark's format."""
-    if schema is not False:
-        schema = _JSON_OPTIONS if schema is True else _JSON_OPTIONS | schema
-    return f"%json {json.dumps(schema)}"
+    return f"%json {json.dumps(_JSON_OPTIONS | schema)}"
 
 
 def regex_rule(regex: str) -> str:

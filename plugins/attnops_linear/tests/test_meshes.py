@@ -142,6 +142,23 @@ def test_a_sequence_over_devices_is_one_all_gather(kind: AxisType, name: str, op
     assert found[0].sharding.is_equivalent_to(NamedSharding(mesh, P("dp", "sp")), 4)
     for x, y in zip(jax.tree.leaves((found, found_slopes)), jax.tree.leaves((expected, slopes)), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5 * np.abs(y).max())
+    if mask is None:
+        return
+    # A document with NaN spoils none of the others, on no device.
+    ids, real = documents(2, T).q_ids, np.flatnonzero(padding(2, T).is_token.all(axis=0))
+    for token in real[[len(real) // 3, -1]]:
+        others = ids != ids[:, token : token + 1]
+        spoiled = placed | {"key": place("key", arrays["key"].at[:, token].set(jnp.nan))}
+        with jax.set_mesh(mesh):
+            (outputs, state), slopes_of_nan = program(spoiled), jax.jit(gradients)(spoiled)
+        np.testing.assert_array_equal(np.asarray(outputs)[others], np.asarray(found[0])[others])
+        assert np.isnan(np.asarray(outputs)[:, token]).all()
+        last = others[:, -1]
+        np.testing.assert_array_equal(np.asarray(state)[last], np.asarray(found[1])[last])
+        assert np.isnan(np.asarray(state)[~last]).all()
+        for x, y in zip(slopes_of_nan.values(), found_slopes.values(), strict=True):
+            if x.ndim > 1 and x.shape[1] == T:
+                np.testing.assert_allclose(np.asarray(x)[others], np.asarray(y)[others], atol=1e-5)
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 from attnops import OperationMetadata
 from attnops.masks import KeyPadding, Segments
 from attnops_linear import LinearAttention, reference
-from attnops_linear.testing import PROBLEMS, oracle, problem, with_state
-from attnops_testing.reference import CHECKS, ReferenceSubject
+from attnops_linear.testing import PROBLEMS, problem, subject, with_state
+from attnops_testing.reference import CHECKS
 from attnops_testing.runner import Status
 
 QUICK = (
@@ -21,9 +21,7 @@ QUICK = (
 
 
 def right(name: str, check: str = "jit", dtype: str = "float32") -> None:
-    outcome = ReferenceSubject(operation=LinearAttention, reference=oracle).check(
-        with_state(PROBLEMS[name]), check, dtype, name
-    )
+    outcome = subject(LinearAttention).check(with_state(PROBLEMS[name]), check, dtype, name)
     assert outcome.status is Status.RIGHT, outcome.detail
 
 
@@ -34,7 +32,7 @@ def test_quick_problems(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in QUICK])
-@pytest.mark.tier(every=2)
+@pytest.mark.tier(every=3)
 def test_other_problems(name: str) -> None:
     right(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 
 from attnops import BaseOperation, Call, Request
 from attnops_linear.binding import bind_linear
-from attnops_linear.chunks import linear_attention
+from attnops_linear.chunks import FEW, linear_attention
 from attnops_linear.described import described
 from attnops_linear.masks import Tokens
+from attnops_linear.nonfinite import apart, apart_if_needed
 from attnops_linear.output import LinearOutput
 from attnops_linear.packed import step_linear
 from attnops_linear.partition import run_on_shards
@@ -89,7 +91,7 @@ class LinearAttention(BaseOperation):
             initial_state: [B, Hv, D, Dv]. None: 0.
             mask: `attnops.masks.Segments`: a segment begins with the state 0, the first one of a row with the initial
                 state; a token begins one if its id differs from that of the token before. NaN and infinities of a
-                segment may reach those after it. `attnops.masks.KeyPadding`: padding changes no state, may hold NaN,
+                segment reach no other one. `attnops.masks.KeyPadding`: padding changes no state, may hold NaN,
                 and has the output 0. Or both, joined by ``&``.
             return_state: whether the output has ``state``.
             mode: runtime mode; see `attnops.OperationMetadata`.
@@ -135,6 +137,18 @@ class LinearAttention(BaseOperation):
         return_state: bool = False,
     ) -> LinearOutput:
         """See `__call__`; ``mask`` says which tokens are padding and which begin a segment."""
+        arrays: dict[str, Any] = {
+            "query": query, "key": key, "value": value, "decay": decay, "beta": beta, "initial_state": initial_state,
+            "mask": mask,
+        }  # fmt: skip
+        forward = functools.partial(self._forward, scale=scale, return_state=return_state)
+        return apart(forward, arrays) if _has_documents(arrays) else forward(**arrays)
+
+    def _forward(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, decay: jax.Array | None, beta: jax.Array | None,
+        initial_state: jax.Array | None, mask: Tokens | None, scale: float | None, return_state: bool,
+    ) -> LinearOutput:  # fmt: skip
+        """`forward_native`, where infinities and NaN may reach other documents of their row."""
         is_token, starts = Tokens() if mask is None else mask
         (B, T, _, D), (H, Dv) = query.shape, value.shape[2:]
         is_constant = decay is not None and decay.ndim == 1
@@ -189,7 +203,13 @@ class LinearAttention(BaseOperation):
 
         @jax.custom_jvp
         def run(arrays: Any) -> LinearOutput:
-            return kernel(self.metadata, **arrays, **static)
+            forward = functools.partial(kernel, self.metadata, **static)
+            if not _has_documents(arrays):
+                return forward(**arrays)
+            # Pallas's interpreter waits for all devices in each call: they must make equally many.
+            if self.metadata.interpret and jax.sharding.get_abstract_mesh().manual_axes:
+                return apart(forward, arrays)
+            return apart_if_needed(forward, arrays)
 
         @run.defjvp
         def tangent(primals: Any, tangents: Any) -> tuple[LinearOutput, LinearOutput]:
@@ -242,3 +262,9 @@ class LinearAttention(BaseOperation):
         output = self(query, key, value, initial_state=cache.state, return_state=True, mask=mask, **options)
         assert output.state is not None
         return output._replace(state=None), cache.advanced(output.state, counts)
+
+
+def _has_documents(arrays: Mapping[str, Any]) -> bool:
+    """Whether products over several tokens may have several documents; few tokens are computed one by one."""
+    mask = arrays.get("mask")
+    return mask is not None and mask.starts is not None and arrays["query"].shape[1] > FEW

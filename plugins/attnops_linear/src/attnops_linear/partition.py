@@ -16,6 +16,7 @@ from attnops.kernels import equally_varying
 from attnops.partition import explicit_entry, resharded
 from attnops.sharding import BATCH, HEAD, QUERY_LENGTH, correct_spec, get_names_from_partition_spec
 from attnops_linear.masks import Tokens
+from attnops_linear.nonfinite import separate
 from attnops_linear.output import LinearOutput
 
 Forward = Callable[..., LinearOutput]
@@ -91,16 +92,19 @@ def over_sequence(function: Forward, arrays: dict[str, Any], others: Mapping[str
     matrix [D, D] with beta, whose columns the forward computes as those of values 0 and of the initial state I; else it
     is the product of the decays. One all-gather of M and b gives each device the state before its tokens.
     """
-    query, key, value = (arrays[name] for name in ("query", "key", "value"))
-    (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
-    given = {name: arrays[name] for name in ("decay", "beta", "mask") if name in arrays}
-    if "mask" in given:  # of all tokens: XLA would gather what it had sharded to find where documents begin
+    (B, T, K, D), (H, Dv) = arrays["query"].shape, arrays["value"].shape[2:]
+    tokens, reached = Tokens(), None
+    if "mask" in arrays:  # of all tokens: XLA would gather what it had sharded to find where documents begin
         first = lax.axis_index(axes) * T
-        given["mask"] = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, T, 1), given["mask"])
+        tokens = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, T, 1), arrays["mask"])
+        arrays = arrays | {"mask": tokens}
+    if tokens.starts is not None:
+        arrays, reached = separate(arrays)
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    given = {name: arrays[name] for name in ("decay", "beta", "mask") if name in arrays}
     state = arrays.get("initial_state")
     state = jnp.zeros((B, H, D, Dv), jnp.float32) if state is None else state.astype(jnp.float32)
     options = {name: x for name, x in others.items() if name != "return_state"} | given | {"return_state": True}
-    tokens: Tokens = given.get("mask", Tokens())
     wide = query.astype(jnp.float32)  # outputs of two parts, which are rounded once they are added
     if tokens.is_token is not None:
         wide = jnp.where(tokens.is_token[:, :, None, None], wide, 0)
@@ -120,16 +124,28 @@ def over_sequence(function: Forward, arrays: dict[str, Any], others: Mapping[str
         last = jnp.broadcast_to(kept[:, -1, :, :], (B, H, D))
         assert found.state is not None
         part = jnp.concatenate([found.state, last[..., None]], axis=-1)
-    parts, state = equally_varying((lax.all_gather(part, axes), state))
+    width, spoiled = part.shape[-1], jnp.zeros((B, H), bool)
+    if reached is not None:
+        spoiled = reached.state
+        flags = (jnp.broadcast_to(x[:, -1, :, None, None], (B, H, D, 1)) for x in (reached.since, reached.continues))
+        part = jnp.concatenate([part, *(x.astype(jnp.float32) for x in flags)], axis=-1)
+    parts, state, spoiled = equally_varying((lax.all_gather(part, axes), state, spoiled))
+    Carry = tuple[jax.Array, jax.Array]
 
-    def advance(state: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
-        b, M = jnp.split(part, [Dv], axis=-1)
+    def advance(before: Carry, part: jax.Array) -> tuple[Carry, Carry]:
+        state, spoiled = before
+        b, M, flags = jnp.split(part, [Dv, width], axis=-1)
         moved = jnp.einsum("bhcd,bhde->bhce", M, state, precision="highest") if "beta" in given else M * state
-        return moved + b, state
+        if reached is not None:
+            spoiled = (flags[..., 0, 0] > 0) | (flags[..., 0, 1] > 0) & spoiled
+        return (moved + b, spoiled), before
 
-    last, befores = lax.scan(advance, state, parts)
-    before = lax.dynamic_index_in_dim(befores, lax.axis_index(axes), keepdims=False)
+    (last, is_nan), befores = lax.scan(advance, (state, spoiled), parts)
+    before, spoiled = (lax.dynamic_index_in_dim(x, lax.axis_index(axes), keepdims=False) for x in befores)
     outputs = own + jnp.einsum("bthd,bhde->bthe", through, before, precision="highest")
+    if reached is not None:
+        outputs = reached._replace(state=spoiled).mark(LinearOutput(outputs), value, tokens.is_token).attention_outputs
+        last = jnp.where(is_nan[:, :, None, None], jnp.nan, last)
     return LinearOutput(outputs.astype(query.dtype), last if others.get("return_state") else None)
 
 

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from attnops import OperationRegistry
 from attnops.masks import KeyPadding, Segments
 from attnops_linear.reference import reference
 from attnops_linear.request import LinearRequest
-from attnops_testing.reference import check_against
+from attnops_testing.reference import ReferenceSubject, check_against
 from attnops_testing.support_table import contract_table
 
 Problem = Callable[[np.random.Generator], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -93,6 +95,68 @@ def padding(B: int, T: int) -> KeyPadding:
     return KeyPadding(np.random.default_rng(6).random((B, T)) < 0.8)
 
 
+# The first tokens of documents: at edges of chunks, inside of them, and several in one.
+_FIRST: Final = (0, 3, 5, 16, 20, 32, 45, 64, 70)
+# By argument that is not finite, the documents of row 0, with NaN, and of row 1, with infinities.
+_SPOILED: Final = {
+    "query": (1, 7), "key": (2, 6), "value": (3, 7), "decay": (4, 8), "beta": (5, 2), "initial_state": (0, 0),
+}  # fmt: skip
+
+
+def spoiled(name: str) -> Problem:
+    """A problem whose option ``spoiled``, see `subject`, makes one document of each row not finite, in some heads.
+
+    Args:
+        name: the argument, of which these documents have one such token.
+    """
+    draw = problem(mask=lambda B, T: Segments(np.searchsorted(_FIRST, np.arange(T), side="right")))
+
+    def drawn(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments, options = draw(rng)
+        arrays = dict(zip(("query", "key", "value"), arguments, strict=True)) | options
+        (B, T, K), H = arguments[0].shape[:3], arguments[2].shape[2]
+        place, document, must = np.zeros(arrays[name].shape, bool), np.zeros((B, T), bool), np.zeros((B, T, H), bool)
+        for b, i in enumerate(_SPOILED[name]):
+            first, stop = (*_FIRST, T)[i : i + 2]
+            token, document[b, first:stop] = (first + stop) // 2, True
+            if name == "initial_state":
+                place[b, : H // K, 0], token = True, first
+            else:  # the first key head's
+                place[b, token, : place.shape[2] // K, ...] = True
+            must[b, token : token + 1 if name == "query" else stop, : H // K] = True
+        return arguments, options | {"spoiled": {name: place}, "document": document, "must": must}
+
+    return drawn
+
+
+def subject(operation: str | type[Any], **options: Any) -> ReferenceSubject:
+    """The subject of the suite: an operation, its class or its name, next to `reference`.
+
+    A problem may say where an argument is infinite or NaN, in row 0 NaN (``spoiled``); which tokens are of such a
+    document (``document``); and which outputs the definition then makes so (``must``). Outputs of these documents, and
+    their states, count as 0, unless they are finite where they must not be.
+    """
+
+    class Apart(operation if isinstance(operation, type) else OperationRegistry.get(operation)):  # type: ignore[misc]
+        def __call__(self, *arguments: Any, spoiled: Any = None, **options: Any) -> Any:
+            document, must = options.pop("document", None), options.pop("must", None)
+            if spoiled is None:
+                return super().__call__(*arguments, **options)
+            arrays = dict(zip(("query", "key", "value"), arguments, strict=True)) | options
+            for name, place in spoiled.items():
+                bad = jnp.asarray([jnp.nan, jnp.inf], arrays[name].dtype).reshape(2, *[1] * (place.ndim - 1))
+                arrays[name] = jnp.where(place, bad, arrays[name])
+            outputs, state = super().__call__(**arrays)
+            hidden = document[:, :, None, None] & ~(must[..., None] & jnp.isfinite(outputs))
+            return _shown(outputs, state, hidden, document)
+
+    return ReferenceSubject(operation=Apart, reference=oracle, **options)
+
+
+def _shown(outputs: Any, state: Any, hidden: Any, document: Any) -> tuple[Any, Any]:
+    return jnp.where(hidden, 0, outputs), jnp.where(document[:, -1, None, None, None], 0, state)
+
+
 _STRONG: Final = (0.0, -1e4, -150.0, -np.inf)
 PROBLEMS: Final[dict[str, Problem]] = {
     **{
@@ -116,6 +180,7 @@ PROBLEMS: Final[dict[str, Problem]] = {
     "scale": problem(scale=-0.7),
     "head dims of 12 and 1": problem(D=12, Dv=1),
     "head dims of 1": problem(D=1, Dv=1, beta=False),
+    **{f"a document that is not finite by {name}": spoiled(name) for name in _SPOILED},
 }
 
 
@@ -133,13 +198,21 @@ def check(
     Returns:
         An outcome for each problem, dtype and check.
     """
-    return check_against(operation, oracle, {name: with_state(PROBLEMS[name]) for name in problems}, **options)
+    made = subject(operation)
+    return check_against(
+        made.operation, made.reference, {name: with_state(PROBLEMS[name]) for name in problems}, **options
+    )
 
 
 @jax.jit
 def oracle(query: jax.Array, key: jax.Array, value: jax.Array, return_state: bool, **options: Any) -> Any:
     """`reference` with the arguments of `with_state`'s problems."""
-    return reference(query, key, value, **options)
+    places, document, must = (options.pop(name, None) for name in ("spoiled", "document", "must"))
+    arrays = {"query": query, "key": key, "value": value} | options
+    for name, place in (places or {}).items():
+        arrays[name] = jnp.where(place, 0, arrays[name])
+    outputs, state = reference(**arrays)
+    return (outputs, state) if must is None else _shown(outputs, state, document[:, :, None, None], document)
 
 
 def with_state(draw: Problem) -> Problem:

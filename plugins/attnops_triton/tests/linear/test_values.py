@@ -10,8 +10,8 @@ import pytest
 import attnops
 from attnops import OperationMetadata
 from attnops_linear import LinearAttention, LinearRequest, StateCache
-from attnops_linear.testing import PROBLEMS, Problem, documents, oracle, padding, problem, with_state
-from attnops_testing.reference import CHECKS, ReferenceSubject
+from attnops_linear.testing import PROBLEMS, Problem, documents, padding, problem, subject, with_state
+from attnops_testing.reference import CHECKS
 from attnops_testing.runner import Status
 from attnops_triton.linear.operation import TritonLinearAttention
 
@@ -42,9 +42,8 @@ MORE = {
 
 
 def right(draw: Problem, name: str, check: str = "jit", dtype: str = "float32", gradients: bool = False) -> None:
-    outcome = ReferenceSubject(
-        operation=TritonLinearAttention, reference=oracle, platform="cuda", interpret=True, gradients=gradients
-    ).check(with_state(draw), check, dtype, name)
+    made = subject(TritonLinearAttention, platform="cuda", interpret=True, gradients=gradients)
+    outcome = made.check(with_state(draw), check, dtype, name)
     assert outcome.status is Status.RIGHT, outcome.detail
 
 
@@ -66,7 +65,7 @@ def test_few_tokens() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in BY_CHANNEL])
-@pytest.mark.tier(every=3)
+@pytest.mark.tier(every=4)
 def test_problems(name: str) -> None:
     right(PROBLEMS[name], name)
 

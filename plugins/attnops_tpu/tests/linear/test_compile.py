@@ -23,9 +23,10 @@ pytestmark = [pytest.mark.optimised, pytest.mark.slow]
         (100, 256, "float32", True),
         (256, 64, "float32", False),
         (1, 128, "bfloat16", True),
+        (2, 128, "bfloat16", True),  # decays by channel
     ],
 )
-@pytest.mark.tier(every=3)
+@pytest.mark.tier(every=4)
 def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D: int, dtype: str, beta: bool) -> None:
     B, H = 2, 16
     operation = TPULinearAttention(OperationMetadata(platform="tpu", on_unsupported="error"))
@@ -35,13 +36,14 @@ def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D:
 
     def run(state: jax.Array, q: jax.Array, v: jax.Array, gate: jax.Array) -> LinearOutput:
         rates = {"beta": gate} if beta else {}
-        return operation(q, q, v, decay=gate, initial_state=state, return_state=True, mode="prefill", **rates)
+        decay = gate if T != 2 else jnp.broadcast_to(gate[..., None], (B, T, H, D))
+        return operation(q, q, v, decay=decay, initial_state=state, return_state=True, mode="prefill", **rates)
 
     compiled = compile_for(run, (state, q, v, gate), generation, donated=(0,))
     memory = compiled.memory_analysis()
     if D % 128 == 0:
         assert memory.alias_size_in_bytes >= 4 * B * H * D * D
-    if T == 1:
+    if T <= 2:
         assert memory.temp_size_in_bytes < 4 * B * H * D * D  # the state is not copied
     # Copies in the kernel's layout.
     assert memory.temp_size_in_bytes <= 16 * B * (T + 64) * H * max(D, 128) + 2**22

@@ -20,7 +20,7 @@ from attnops_tpu.linear.operation import TPULinearAttention
 # What the kernel refuses.
 BY_CHANNEL = {
     name for name in PROBLEMS
-    if "channel" in name or name in ("documents and padding", *(f"T = {T}" for T in (1, 5, 63, 65)))
+    if "channel" in name or name in ("documents and padding", *(f"T = {T}" for T in (5, 63, 65)))
 }  # fmt: skip
 MORE = {
     "two pairs of key heads": problem(70, K=4, H=8),
@@ -35,6 +35,16 @@ MORE = {
         ),
     ),
     "few tokens, sums": problem(3, beta=False, decay="constant"),
+    "few tokens by channel": problem(
+        3,
+        H=6,
+        decay="channel",
+        decays=(0.0, -1e4, -150.0, -np.inf),
+        mask=lambda B, T: (
+            attnops.masks.Segments(np.array([0, 0, 1]))
+            & attnops.masks.KeyPadding(np.array([[True, False, True], [True, True, True]]))
+        ),
+    ),
     "documents and padding by head": problem(
         mask=lambda B, T: (
             attnops.masks.Segments(np.arange(T) // 20)

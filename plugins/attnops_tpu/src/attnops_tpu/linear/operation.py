@@ -35,9 +35,9 @@ class TPULinearAttention(LinearAttention):
         """See `attnops.BaseOperation.unsupported`."""
         if not isinstance(request, LinearRequest):
             return
-        if request.decay == "channel":
-            yield Reason("decay", "channel", "the kernel has decays by head, constant ones or none",
-                         "the native forward computes decays by channel")  # fmt: skip
+        if request.decay == "channel" and request.length > FEW:
+            yield Reason("decay", "channel", f"the kernel for more than {FEW} tokens has decays by head, constant ones "
+                         "or none", "the native forward computes decays by channel")  # fmt: skip
         for name, size in (("head_dim", request.head_dim), ("value_head_dim", request.value_head_dim)):
             if size > LARGEST:
                 yield Reason(name, size, f"must be at most {LARGEST}", "the native forward takes any")

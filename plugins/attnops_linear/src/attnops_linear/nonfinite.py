@@ -6,14 +6,15 @@ replaced by 0 before it, and what they reach by the definition is set to NaN aft
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
+from attnops.kernels import folds_batch
 from attnops_linear.masks import is_known
 from attnops_linear.output import LinearOutput
 
@@ -86,36 +87,45 @@ def apart(forward: Callable[..., LinearOutput], arrays: Mapping[str, Any]) -> Li
     return reached.mark(forward(**clean), clean["value"], arrays["mask"].is_token)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """What is static about `_again`."""
+
+    B: int
+    forward: Callable[..., LinearOutput]
+
+
 def apart_if_needed(forward: Callable[..., LinearOutput], arrays: Mapping[str, Any]) -> LinearOutput:
-    """`apart`, by a second run of a kernel whose first one has a result that is not finite.
+    """`apart`, by a second run of a kernel whose first one has a result that is not finite."""
+    found, given = forward(**arrays), {name: x for name, x in arrays.items() if x is not None}
+    if is_known(found.attention_outputs):
+        return apart(forward, given) if _is_spoiled(found, given) else found
+    decay, (B, T), H = given.get("decay"), given["query"].shape[:2], given["value"].shape[2]
+    if decay is not None and decay.ndim == 1:
+        given["decay"] = jnp.broadcast_to(decay, (B, T, H))
+    result: LinearOutput = _again(_Kernel(B, forward), found, given)
+    return result
+
+
+@folds_batch
+def _again(kernel: _Kernel, found: LinearOutput, arrays: dict[str, Any]) -> LinearOutput:
+    # A loop keeps the first run's buffers; `jax.lax.cond` would copy them.
+    again = _is_spoiled(found, arrays)
+    result: LinearOutput = lax.while_loop(
+        lambda carry: carry[0], lambda _: (jnp.zeros_like(again), apart(kernel.forward, arrays)), (again, found)
+    )[1]
+    return result
+
+
+def _is_spoiled(found: LinearOutput, arrays: Mapping[str, Any]) -> jax.Array:
+    """Whether a kernel's result is not finite.
 
     Each number that is not finite makes the outputs of the chunk's last token so, with the weight 0 or another one: a
     few outputs tell.
     """
-    found = forward(**arrays)
     outputs, is_token = found.attention_outputs, arrays["mask"].is_token
     (B, T), N = outputs.shape[:2], -(-outputs.shape[1] // _PIECE)
     last = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
     last = last if is_token is None else jnp.where(is_token, last, 0)
     last = jnp.pad(last, ((0, 0), (0, N * _PIECE - T))).reshape(B, N, _PIECE).max(axis=2)
-    some = jnp.take_along_axis(outputs, last[:, :, None, None], axis=1)
-    again = ~_all(jnp.isfinite(some))
-    if is_known(again):
-        return apart(forward, arrays) if again else found
-    # A loop keeps the first run's buffers; `jax.lax.cond` would copy them.
-    result: LinearOutput = lax.while_loop(
-        lambda carry: carry[0], lambda _: (jnp.zeros_like(again), apart(forward, arrays)), (again, found)
-    )[1]
-    return result
-
-
-@custom_vmap
-def _all(x: jax.Array) -> jax.Array:
-    """Whether all are true; of all slices of `jax.vmap`, so that their loop is one."""
-    return x.all()
-
-
-@_all.def_vmap
-def _(size: int, is_mapped: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    del size, is_mapped
-    return _all(x), False
+    return ~jnp.isfinite(jnp.take_along_axis(outputs, last[:, :, None, None], axis=1)).all()

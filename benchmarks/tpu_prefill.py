@@ -19,7 +19,8 @@ Peers decode and prefill in two kernels: the first needs the cycles of its keys 
 the prompt's new tokens are in both: of attnops-tpu, whose first step makes them, "writes" is the larger of the bundles
 of their chunks and of the cycles of each token read and written once, and is added; of peers, which write while they
 compute, such cycles are added to those of keys. "outside" are the cycles of what the program moves outside of the
-kernels, such as gathered queries. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
+kernels, such as gathered queries; of peers, what the prompt's program does. "ours" is of all together. Needs Linux on
+x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
@@ -274,7 +275,8 @@ def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str,
         with_memory = of_decoding + max(x.bundles, memory)
         lines.append({
             "kernel": name, "tiles": f"{x.tile.bq} × {x.tile.bk}", "memory": (of_decoding + memory) / 1e3,
-            "with memory": with_memory / 1e3, "ours": total / with_memory,
+            "with memory": with_memory / 1e3, "outside": x.outside / BYTES[generation] / 1e3,
+            "ours": (total + told["outside"] / BYTES[generation]) / (with_memory + x.outside / BYTES[generation]),
         })  # fmt: skip
     yield from ({"TPU": generation, **batch._asdict(), **line} for line in lines)
 

@@ -25,6 +25,7 @@ from tpu_kernels import run
 
 from attnops_tpu.aot import compile_for
 from attnops_tpu.collectives import KERNEL as CALL
+from attnops_tpu.memory import outside_bytes
 from attnops_tpu.schedule import Schedule, measure
 
 PAGE: Final = 128
@@ -67,12 +68,14 @@ class Prompt(NamedTuple):
         bundles: of the whole prompt.
         reads: tokens that it reads.
         steady: bundles for 512 × 512 scores that nothing is masked of.
+        outside: bytes that its program moves outside of the kernel, in proportion to the queries.
     """
 
     tile: Tile
     bundles: float
     reads: int
     steady: float
+    outside: float = 0.0
 
 
 def _rpa_v3(generation: str, queries: int, shape: Shape) -> tuple[Callable[..., Any], tuple[Any, ...], Tile]:
@@ -191,11 +194,11 @@ COUNTS: Final = {"RPA v3": _rpa_v3_bundles, "flywheel": _flywheel_bundles, "batc
 
 
 @functools.cache
-def _compiled(name: str, generation: str, queries: int, shape: Shape) -> tuple[Schedule, Tile]:
+def _compiled(name: str, generation: str, queries: int, shape: Shape) -> tuple[Schedule, Tile, int]:
     command = [str(Path(__file__).resolve()), json.dumps([name, generation, queries, shape])]
     # Compiled twice, since a dump of the whole program multiplies the compiler's time.
-    kernel, tile = run(command)
-    return measure(command, only=kernel)[0], Tile(*tile)
+    kernel, tile, outside = run(command)
+    return measure(command, only=kernel)[0], Tile(*tile), outside
 
 
 def prompts(generation: str, queries: int, context: int) -> dict[str, Prompt]:
@@ -222,17 +225,19 @@ def prompt(name: str, generation: str, queries: int, context: int, shape: Shape 
         shape: the heads.
         compiled: queries for which the kernel is compiled, if its code is the same; 0 for as many as the prompt has.
     """
-    schedule, tile = _compiled(name, generation, compiled or queries, shape)
+    compiled = compiled or queries
+    schedule, tile, outside = _compiled(name, generation, compiled, shape)
     ends = [min(first + tile.bq, context) for first in range(context - queries, context, tile.bq)]
     blocks = [(-(-end // tile.bk), -(-end // tile.keys)) for end in ends]
     whole, block = COUNTS[name](schedule, tile, blocks, shape.kv_heads)
-    return Prompt(tile, whole, sum(ends), block * 512**2 / (shape.heads * tile.bq * tile.bk))
+    steady = block * 512**2 / (shape.heads * tile.bq * tile.bk)
+    return Prompt(tile, whole, sum(ends), steady, outside * queries / compiled)
 
 
 if __name__ == "__main__":
     peer, of_generation, of_queries, of_shape = json.loads(sys.argv[1])
     heads = Shape(*of_shape[:3], tuple(of_shape[3]))
     function, given_arguments, of_tile = PEERS[peer][1](of_generation, of_queries, heads)
-    program = compile_for(function, given_arguments, of_generation).as_text() or ""
+    program = compile_for(function, given_arguments, of_generation, donated=(3,)).as_text() or ""  # the pages
     (kernel,) = re.findall(rf"%({PEERS[peer][0]}[\w.\-]*) = [^\n]*" + re.escape(CALL), program)
-    print(json.dumps([kernel, of_tile]))
+    print(json.dumps([kernel, of_tile, outside_bytes(program)]))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from attnops import OperationMetadata, OperationRegistry
+from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal
 from attnops_caches import Cache, PagedCache, Rows
 from attnops_tpu.caches import attention, mixed
@@ -39,7 +40,7 @@ def test_large_items_are_evenly_among_small_ones() -> None:
 
 @pytest.mark.slow
 def test_one_core_computes_both_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two cores take items in turns, and scalar memory may not hold all: then there are two."""
+    """Two cores take items in turns, scalar memory may not hold all, and code may be too long: then there are two."""
     cache = PagedCache.create(batch=3, pages=36, page_size=8, max_pages=12, kv_heads=2, head_dim=8, dtype=jnp.float32,
                               table=np.arange(36).reshape(3, 12))  # fmt: skip
     key = jax.random.normal(jax.random.key(0), (3, 90, 2, 8))
@@ -57,8 +58,52 @@ def test_one_core_computes_both_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -
             result = operation.step(query, query[..., :2, :], query[..., :2, :], cache, mask=Causal(), rows=rows)
         results.append((len(calls), jax.tree.map(np.asarray, result)))
     assert [n for n, _ in results] == [0, 1, 1]
+    monkeypatch.setattr(mixed, "rows_a_call", lambda *_: 99)
+    monkeypatch.setattr(mixed, "MAX_CODE", 1000)
+    with target("v6e"):
+        jax.eval_shape(
+            lambda: operation.step(query, query[..., :2, :], query[..., :2, :], cache, mask=Causal(), rows=rows)
+        )
+    assert len(calls) == 1
     for _, result in results[1:]:
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), result, results[0][1])
+
+
+# K, G, D, whether scores have all options, and the bundles that libtpu 0.0.52 compiles for v6e.
+COUNTED = [
+    (8, 4, 128, False, 19_903), (8, 4, 128, True, 28_032), (32, 1, 128, True, 34_160), (64, 1, 128, True, 37_376),
+    (16, 2, 256, True, 38_759),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("K", "G", "D", "has_all", "counted"), COUNTED)
+def test_the_estimate_of_code_is_near_what_the_compiler_makes(
+    K: int, G: int, D: int, has_all: bool, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the plan is made; the counts are of kernels that were compiled without this bound."""
+    codes: list[float] = []
+    plan_of = attention.mixed_plan
+
+    def planned(small: Any, large: Any) -> Any:
+        codes.append(mixed.code_of(small[0]) + mixed.code_of(large[0]))
+        return plan_of(small, large)
+
+    monkeypatch.setattr(attention, "mixed_plan", planned)
+    operation = OperationRegistry.create("attnops-tpu:flash", OperationMetadata(platform="tpu", on_unsupported="error"))
+    batch, slots, N = 64, 8192, 2048
+
+    def step(query: jax.Array, key: jax.Array, starts: jax.Array) -> Any:
+        cache = PagedCache.create(batch=batch, pages=batch * slots // 64, page_size=64, max_pages=slots // 64,
+                                  kv_heads=K, head_dim=D, width=2 * D)  # fmt: skip
+        options = {"logits_soft_cap": 30.0, "bias": ALiBi(alibi_slopes(K * G))} if has_all else {}
+        rows = Rows(starts, jnp.arange(batch))
+        return operation.step(query, key, key, cache, mask=Causal(), rows=rows, **options)
+
+    shapes = [((1, N, K * G, D), jnp.bfloat16), ((1, N, K, D), jnp.bfloat16), ((batch + 1,), jnp.int32)]
+    with target("v6e"):
+        jax.eval_shape(step, *(jax.ShapeDtypeStruct(*x) for x in shapes))
+    assert counted <= codes[0] <= 1.1 * counted
 
 
 def _step(backend: str, cache: Cache, sizes: list[int], of_row: list[int], **options: Any) -> Any:

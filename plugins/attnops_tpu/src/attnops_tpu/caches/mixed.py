@@ -24,11 +24,18 @@ from attnops_tpu.caches.references import CacheRefs, memory, references
 from attnops_tpu.caches.schedule import ItemSchedule, following, rows_a_call
 from attnops_tpu.caches.write_prompts import write_prompts
 from attnops_tpu.flash.launch import ARBITRARY, PARALLEL
+from attnops_tpu.generations import MAX_CODE
 from attnops_tpu.references import Prefetched, call_kernel
 
 # The share of vector memory that tiles of keys have, and the most of them.
 _SHARE: Final = 3
 _BUFFERS: Final = 16
+
+
+# Bundles of a kernel's code: of small items for each unit of `_work`; of large ones whatever their size, of a kv head,
+# and of 512 × 512 scores with D = 128. Fitted to kernels on v6e, see NOTES.md; it is rather too much than too little.
+_SMALL_CODE: Final = 4_800
+_LARGE_CODE: Final = 4_500, 180, 450
 
 
 class MixedPlan(NamedTuple):
@@ -70,7 +77,8 @@ class _Order(NamedTuple):
 def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, KernelInputs]) -> MixedPlan | None:
     """The plan of one kernel for small and large items; None if it can't compute both.
 
-    It is of one core, which computes all items in order, and scalar memory holds the schedule of all.
+    It is of one core, which computes all items in order, scalar memory holds the schedule of all, and the code of both
+    is not too much.
     """
     (plan, inputs), other = small, large[0]
     new = inputs.new
@@ -79,10 +87,24 @@ def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, Ke
     # Interpreted, tiles of keys of the same given size may be rounded differently.
     if plan.cores > 1 or plan.bk != other.bk or rows_a_call(1, words, shared) < plan.B + other.B:
         return None
+    if code_of(plan) + code_of(other) > MAX_CODE:
+        return None
     tile = sum(plan.K * plan.bk * math.prod(x.shape[3:]) * x.dtype.itemsize for x in inputs.sources)
     buffers = max(min(plan.vmem // _SHARE // tile, _BUFFERS), plan.buffers)
     both = (dataclasses.replace(x, keys_by_cache_row=True, buffers=buffers) for x in (plan, other))
     return MixedPlan(*both)
+
+
+def code_of(plan: CachePlan) -> float:
+    """An estimate of the bundles of code of items, which are straight-line but for loops over tiles."""
+    work = 2 if plan.scoring.has_cap_or_bias or plan.dtype != jnp.bfloat16 else 1
+    if not plan.transposed:
+        return _SMALL_CODE * work
+    keys = (plan.chunk if plan.is_looped else plan.bk) + plan.masked_chunk  # of a tile without a mask, and of one with
+    scores = work * plan.H * plan.bq * keys / 512**2
+    wide = 0.45 + 0.55 * (plan.D + plan.Dv) / 256  # only products have more code for more features
+    fixed, of_head, of_scores = _LARGE_CODE
+    return fixed + of_head * plan.K + of_scores * scores * wide
 
 
 @one_by_one

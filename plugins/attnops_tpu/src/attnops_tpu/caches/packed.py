@@ -52,8 +52,10 @@ def unpacked(call: FlashCall, cache: StoredCache) -> list[Unpacked]:
         more = size > most
         is_large = jnp.where(jnp.where(more, -(-size // large), 0).sum() <= tiles, more, is_large)
     of_large = is_real & is_large[mask.q_rows]
+    # So a row has small tiles for at most half of a large one.
+    of_small = min(tiles_of(N, cache.batch, small), cache.batch * -(-(large // 2) // small))
     return [
-        _of_tiles(call, cache, small, tiles_of(N, cache.batch, small), is_real & ~of_large),
+        _of_tiles(call, cache, small, of_small, is_real & ~of_large),
         _of_tiles(call, cache, large, tiles, of_large),
     ]
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from attnops import OperationMetadata
 from attnops_tpu.flash.tile_schedule import MAX_COLUMNS, MAX_ENTRIES, MAX_ROWS
-from attnops_tpu.generations import Generation, generation
+from attnops_tpu.generations import MAX_CODE, Generation, generation
 
 
 class SubTileSizes(NamedTuple):
@@ -74,10 +74,7 @@ SUB_TILES: Final[dict[str, tuple[SubTileSizes, SubTileSizes]]] = {
 # The fixed bundles of a grid step: 110 to 200 forward and 180 to 280 backward, depending on whether operands are in
 # vector or in main memory, and the share of a row's ends.
 STEP: Final = 400
-# Bundles of a kernel's code. A kernel of 55,000 was 3.4 times slower on a v6e than one of 35,000, flywheel's authors
-# report: instruction memory is small.
-MAX_CODE: Final = 34_000
-# Of these, what does not compute tiles, forward and backward; and how much more code than FULL tiles, for as many
+# Bundles of the code that computes no tiles, forward and backward; and how much more code than FULL tiles, for as many
 # sub-tiles, the tiles of kernels with masks have. Backward the matrix unit takes most.
 _OTHER_CODE: Final = 2_700, 1_000
 _MASKED_CODE: Final = 1.18, 1.03

@@ -61,6 +61,12 @@ def right(draw: Problem, name: str, check: str = "jit", dtype: str = "float32", 
     assert outcome.status is Status.RIGHT, outcome.detail
 
 
+def test_padding() -> None:
+    padding = problem(mask=lambda B, T: attnops.masks.KeyPadding(np.arange(T)[None] % 7 > 0))
+    right(padding, "padding by head", gradients=False)
+
+
+@pytest.mark.slow
 def test_documents_and_padding() -> None:
     right(MORE["documents and padding by head"], "documents and padding by head", gradients=False)
 

@@ -92,6 +92,28 @@ def test_nan_in_padding_reaches_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("T", [3, 6])
+def test_the_decay_of_a_documents_first_token_has_no_effect(T: int) -> None:
+    (query, key, value), options = problem(T)(np.random.default_rng(0))
+    query, key, value, beta = (jnp.asarray(x, jnp.float32) for x in (query, key, value, options["beta"]))
+    decay, mask = jnp.asarray(options["decay"], jnp.float32), Segments(np.arange(T) // 2)
+    found, expected = (
+        LinearAttention()(query, key, value, decay=x, beta=beta, mask=mask, return_state=True)
+        for x in (decay.at[:, 2].set(jnp.nan), decay)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.slow
+def test_finite_documents_make_no_nan() -> None:
+    (query, key, value), options = problem(6)(np.random.default_rng(0))
+    query, key, value, beta = (jnp.asarray(x, jnp.float32) for x in (query, key, value, options["beta"]))
+    with jax.debug_nans(True):
+        output = LinearAttention()(query, key, value, beta=beta, mask=Segments(np.arange(6) // 2))
+    assert np.isfinite(output.attention_outputs).all()
+
+
+@pytest.mark.slow
 def test_gradients_of_vmap_are_those_of_a_batch_whatever_the_decays() -> None:
     (query, key, value), options = problem(20, decay="channel", state=False)(np.random.default_rng(0))
     options["decay"] = options["decay"] * np.array([1, 1e3])[:, None, None, None]

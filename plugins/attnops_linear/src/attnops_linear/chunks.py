@@ -88,9 +88,9 @@ _Given = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None, jax
 def _token(state: jax.Array, given: _Given) -> tuple[jax.Array, jax.Array]:
     """The definition, for a chunk of one token."""
     query, key, value, decay, beta, starts = given
+    if starts is not None:  # a document's first token keeps nothing, whatever its decay
+        state, decay = jnp.where(starts, 0.0, state), jnp.where(starts, 0.0, decay)
     kept = jnp.exp(decay)
-    if starts is not None:
-        state = jnp.where(starts, 0.0, state)
     # The state is read in one product and written in one pass, in place if its buffer is donated.
     rows = query if beta is None else jnp.concatenate([query, key], axis=-2)
     past = (rows * kept) @ state

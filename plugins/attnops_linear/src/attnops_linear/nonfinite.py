@@ -41,7 +41,7 @@ class Reached(NamedTuple):
         """The output with NaN; its tangents are there those of ``value`` [B, T, Hv, Dv]."""
         since = self.since | (self.continues & self.state[:, None])
         tokens = since | self.query if is_token is None else (since | self.query) & is_token[:, :, None]
-        spoiled = (value + jnp.nan).astype(output.attention_outputs.dtype)
+        spoiled = (value + jnp.where(tokens[..., None], jnp.nan, 0.0)).astype(output.attention_outputs.dtype)
         outputs = jnp.where(tokens[..., None], spoiled, output.attention_outputs)
         state = output.state
         return LinearOutput(outputs, None if state is None else jnp.where(since[:, -1, :, None, None], jnp.nan, state))
@@ -109,6 +109,8 @@ def apart_if_needed(forward: Callable[..., LinearOutput], arrays: Mapping[str, A
 
 @folds_batch
 def _again(kernel: _Kernel, found: LinearOutput, arrays: dict[str, Any]) -> LinearOutput:
+    # Arrays that the slices of a `jax.vmap` share have one row, and a kernel has the rows of all.
+    found, arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (kernel.B, *x.shape[1:])), (found, arrays))
     # A loop keeps the first run's buffers; `jax.lax.cond` would copy them.
     again = _is_spoiled(found, arrays)
     result: LinearOutput = lax.while_loop(

@@ -157,6 +157,26 @@ def test_steps_are_one_call() -> None:
 
 
 @pytest.mark.slow
+def test_slices_of_a_vmap_may_share_documents_one_of_which_is_nan() -> None:
+    T = 6
+    (query, key, value), options = problem(T, B=3)(np.random.default_rng(0))
+    q, k, v, beta = (jnp.asarray(x, jnp.float32)[:, None] for x in (query, key, value, options["beta"]))
+    v = v.at[1, 0, 1].set(jnp.nan)
+    decay = -jnp.ones((1, T, v.shape[3]))
+    mask = attnops.masks.Segments(np.arange(T) // 2) & attnops.masks.KeyPadding(np.arange(T)[None] != 4)
+
+    def run(operation: LinearAttention, v: jax.Array, beta: jax.Array) -> jax.Array:
+        return operation(q[0], k[0], v, decay=decay, beta=beta, mask=mask).attention_outputs
+
+    found, expected = (
+        jax.jit(jax.vmap(lambda *x, operation=operation: run(operation, *x)))(v, beta)
+        for operation in (TPULinearAttention(OperationMetadata(platform="tpu", interpret=True)), LinearAttention())
+    )
+    assert 0 < np.isnan(expected).sum() <= expected[1, :, :2].size
+    np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("T", [1, 70])
 @pytest.mark.parametrize("state", [False, True])
 def test_what_slices_of_a_vmap_share_is_each_slices(T: int, state: bool) -> None:

@@ -138,12 +138,12 @@ def test_it_is_fine_tuned_and_quantised_as_it_says() -> None:
     exec(blocks("Fine-tune"), names)
     before = model.compute_loss(ids)[1].loss
     assert names["tuned"].compute_loss(ids)[1].loss < names["value"] < before
-    names = {"model": model}
+    names = {"model": (model := small(intermediate_size=64))}  # whole groups of 32
     exec(blocks("Quantise"), names)
     expected = np.asarray(call(model, ids).logits)
-    for name in ("int8", "both", "aware"):
+    for name, most in {"int8": 0.1, "int4": 0.5, "both": 0.1, "aware": 0.1}.items():
         error = np.abs(call(names[name], ids).logits - expected).mean() / np.abs(expected).mean()
-        assert 0 < error < 0.1, name
+        assert 0 < error < most, name
 
 
 @pytest.mark.slow

@@ -111,6 +111,28 @@ def test_a_choice_is_one_of_its_texts_and_vllms_json_is_a_schema(url: str) -> No
         check(answer["choices"][0]["text"])
 
 
+def test_multiples_are_served_and_white_space_stays_limited(url: str) -> None:
+    schema = {
+        "type": "array",
+        "items": {"type": "number", "multipleOf": 0.25, "minimum": 1, "maximum": 20},
+        "maxItems": 4,
+    }
+    own = {"x-guidance": {"whitespace_pattern": "[ ]{50,60}"}}
+    for choice in post(url, n=6, **schema_format(schema | own)).json()["choices"]:
+        text = choice["message"]["content"]
+        assert all(1 <= x <= 20 and x % 0.25 == 0 for x in json.loads(text))
+        assert " " * 41 not in text
+
+
+def test_thousands_of_choices_with_the_same_beginning() -> None:
+    constraint = Grammars(Characters(), 96).constraint(choice_rule([f"text {i}" for i in range(2500)]))  # type: ignore[arg-type]
+    for token in Characters().encode("text 2311"):
+        assert constraint.allowed[token // 32] >> token % 32 & 1
+        constraint.push(token)
+        assert constraint.failure is None
+    assert constraint.is_complete
+
+
 def test_an_answer_may_be_cut_by_its_limit_or_by_a_stop_string(url: str) -> None:
     choice = post(url, max_tokens=4, **schema_format(SCHEMA)).json()["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -136,6 +158,17 @@ def test_log_probabilities_have_an_entry_for_every_token(url: str) -> None:
         (schema_format({"not": {"type": "string"}}), "response_format", 'Unimplemented keys: ["not"]'),
         (schema_format({"type": "string", "pattern": "(?=a)b"}), "response_format", "look-around"),
         (schema_format({"enum": []}), "response_format", "Unsatisfiable"),
+        (schema_format({"type": "integer", "multipleOf": 999983}), "response_format", "999983, must be at most 10000"),
+        (
+            {"structured_outputs": {"json": {"allOf": [{"multipleOf": 101}, {"items": {"multipleOf": 103}}]}}},
+            "structured_outputs",
+            "10403, must be at most 10000",
+        ),
+        (
+            schema_format({"properties": {"a": {"multipleOf": 0.13}, "b": {"multipleOf": 77}}}),
+            "response_format",
+            "100100 in units of 0.01, must be at most 10000",
+        ),
         (schema_format({"type": "object"}, name="a b"), "response_format.json_schema.name", "pattern"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs", "ends with a backslash"),

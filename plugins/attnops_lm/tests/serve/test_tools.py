@@ -237,6 +237,11 @@ def test_openais_client_sends_answers_and_results_back() -> None:
         ({"structured_outputs": {"json": "["}}, "structured_outputs", "an answer that may call tools has no other"),
         ({"tool_choice": "required", "ignore_eos": True}, "tools", "leave ignore_eos out"),
         ({"tool_choice": "required", "tools": [tool("a", b={"type": "strin"})]}, "tools", "Invalid type: strin"),
+        (  # together: each alone is small enough
+            {"tool_choice": "required", "tools": [tool(f"a{i}", b={"multipleOf": i}) for i in (997, 991)]},
+            "tools",
+            "988027, must be at most 10000",
+        ),
     ],
 )
 def test_what_can_not_be_honoured_is_400(url: str, body: dict[str, Any], param: str, reason: str) -> None:
@@ -264,7 +269,7 @@ def test_a_mark_that_texts_are_without_is_refused(monkeypatch: pytest.MonkeyPatc
     tokenizer = Lines()
     assert refusal(tokenizer) is None  # type: ignore[arg-type]
     monkeypatch.setattr(tokenizer, "decode", lambda _: "")
-    assert refusal(tokenizer) == "<tool_call> is a special token, which texts are without"  # type: ignore[arg-type]
+    assert refusal(tokenizer) == "<tool_call> is a special token, which decoded texts leave out"  # type: ignore[arg-type]
 
 
 def test_a_template_has_the_tools_as_they_came_and_arguments_as_objects() -> None:

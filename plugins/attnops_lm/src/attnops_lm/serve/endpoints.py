@@ -188,8 +188,9 @@ class Server:
         field, given = body.format
         try:
             rule = None if given is None else given.rule
-            if isinstance(body, ChatBody) and body.tool_rule is not None:
-                field, rule = "tools", body.tool_rule
+            if rule is None and isinstance(body, ChatBody):  # with both, `_tools` has refused the format
+                field = "tools"
+                rule = body.tool_rule
             if rule is None:
                 return None
             if body.ignore_eos:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,18 +22,56 @@ _JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,40}"}}
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _NO_TOKEN = "the vocabulary has no token that can come next"
 _LIMITS = LLParserLimits(verbose_errors=False)
+MAX_MULTIPLE = 10_000  # llguidance has a state, 0.4 kB, for each remainder of ``multipleOf``
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    """JSON that fits a JSON schema, for a rule in Lark's format."""
-    return f"%json {json.dumps(_JSON_OPTIONS | schema)}"
+    """JSON that fits a JSON schema, for a rule in Lark's format.
+
+    Raises:
+        ValueError: its values of ``multipleOf`` need too many states.
+    """
+    check_multiples(schema)
+    return f"%json {json.dumps(schema | _JSON_OPTIONS)}"
+
+
+def check_multiples(schema: Any) -> None:
+    """Raise `ValueError` if the values of ``multipleOf`` in a schema, or in a list of schemas, have too large a least
+    common multiple.
+    """
+    values = {Fraction(repr(x)) for x in _multiples(schema)}
+    scale = 1  # llguidance multiplies fractions by a power of ten, so that all are whole
+    while any(scale % x.denominator for x in values):
+        scale *= 10
+    multiple = 1
+    for value in values:
+        multiple = math.lcm(multiple, int(value * scale))
+        if multiple > MAX_MULTIPLE:
+            shown = multiple if multiple < 10**20 else "a number of more than 20 digits"
+            times = f" in units of {1 / scale}" if scale > 1 else ""
+            raise ValueError(
+                f"the least common multiple of the values of multipleOf, {shown}{times}, must be at most "
+                f"{MAX_MULTIPLE}; send smaller values, or none"
+            )
+
+
+def _multiples(schema: Any) -> Iterator[int | float]:
+    """The numbers that are values of ``multipleOf``, other than 0 and infinities, which llguidance refuses."""
+    left = [schema]  # no recursion, which deep schemas would exceed
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            value = part.get("multipleOf")
+            if isinstance(value, int | float) and not isinstance(value, bool) and value and math.isfinite(value):
+                yield value
+        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
 
 
 def regex_rule(regex: str) -> str:
     """A text that a regular expression matches as a whole, for a rule in Lark's format.
 
     Raises:
-        ValueError: the expression ends with a backslash; what else is wrong with it the grammar says.
+        ValueError: the expression ends with a backslash. `Grammars.constraint` raises for other errors in it.
     """
     if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance would leave it out
         raise ValueError("the expression ends with a backslash that escapes nothing")
@@ -41,7 +80,8 @@ def regex_rule(regex: str) -> str:
 
 def choice_rule(choices: Sequence[str]) -> str:
     """One of several texts, for a rule in Lark's format."""
-    return " | ".join(json.dumps(x, ensure_ascii=False) for x in choices)
+    # A terminal, which is one automaton: of a rule, llguidance would try each text, and at most 2,000.
+    return f"CHOICE\nCHOICE: {' | '.join(json.dumps(x, ensure_ascii=False) for x in choices)}"
 
 
 class Constraint:
@@ -89,8 +129,8 @@ class Grammars:
     The first one needs the bytes of all tokens, some 10 µs each.
 
     Args:
-        tokenizer: the tokenizer; tokens that it has beyond ``vocab_size`` are never allowed, nor are ids below that
-            have no token.
+        tokenizer: the tokenizer. Its tokens from ``vocab_size`` on are never allowed, and neither are ids without a
+            token.
         vocab_size: V, the number of logits.
     """
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from attnops_lm.serve.fields import Label, Name, Only, Strict, json_object
-from attnops_lm.serve.grammar import json_rule
+from attnops_lm.serve.grammar import check_multiples, json_rule
 
 if TYPE_CHECKING:
     from attnops_lm.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ class Function(Strict):
 
     @field_validator("parameters")
     @classmethod
-    def isjson_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+    def is_object(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
         """The JSON schema, if it is of an object."""
         if (parameters or {}).get("type", "object") != "object":
             raise PydanticCustomError("parameters", "it must be a JSON schema of type 'object'")
@@ -76,7 +76,7 @@ class CalledFunction(Strict):
 
     @field_validator("arguments")
     @classmethod
-    def isjson_object(cls, arguments: str) -> str:
+    def is_object(cls, arguments: str) -> str:
         """The arguments, if they are a JSON object, or empty."""
         if json_object(arguments or "{}") is None:
             raise PydanticCustomError("arguments", "it must be a JSON object, as text")
@@ -105,7 +105,7 @@ def refusal(tokenizer: Tokenizer) -> str | None:
             f"the model's chat template has no tools in the format {OPEN}{{JSON}}{CLOSE}, the only one that is served"
         )
     if OPEN not in tokenizer.decode(tokenizer.encode(OPEN)):
-        return f"{OPEN} is a special token, which texts are without"
+        return f"{OPEN} is a special token, which decoded texts leave out"
     return None
 
 
@@ -123,6 +123,7 @@ def text_and_calls_rule(tools: Sequence[Tool]) -> str:
 
 def _rest(tools: Sequence[Tool]) -> str:
     """The rules of a call after its first mark."""
+    check_multiples([tool.function.parameters for tool in tools])
     one = " | ".join(f"call_{i}" for i in range(len(tools)))
     rules = [f'rest: "\\n" ({one}) "\\n{CLOSE}"']
     for i, tool in enumerate(tools):

@@ -129,7 +129,8 @@ def test_calls_are_taken_out_of_the_text_whole_and_streamed() -> None:
     "text",
     [
         "no call", "<tool_call>", "<tool_call>\n{}\n</tool_call>", called("other", "{}"), called("clock", "[]"),
-        called("clock", '{"a": NaN}'), called("clock", "{")[:-3], "a <tool_cal b", "</tool_call>",
+        called("clock", '{"a": NaN}'), called("clock", '{"a": 1e999}'), called("clock", r'{"a": "\ud800"}'),
+        NOW.replace('"clock"', '["clock"]'), NOW.replace('"clock"', '{"clock": 1}'), "<tool_call> \"a</tool_call>", called("clock", "{")[:-3], "a <tool_cal b", "</tool_call>",
     ],
 )  # fmt: skip
 def test_what_is_no_call_stays_content(text: str) -> None:
@@ -140,7 +141,8 @@ def test_what_is_no_call_stays_content(text: str) -> None:
 
 @pytest.mark.parametrize("size", range(1, 40))
 def test_pieces_of_any_size_give_the_same_content_and_calls(size: int) -> None:
-    first, other = called("clock", '{"x": "</tool"}'), called("other", "{}")
+    arguments = r'{"x": "</tool_call> \\", "y":0.1234567890123456789, "z": "\"</tool_call>\u00e9"}'
+    first, other = called("clock", arguments), called("other", "{}")
     text = f"a < b <tool_call> is\n{first}\n \n{other} c\n{NOW}"
     parser, content, calls = ToolParser({"clock"}), "", []
     for i in range(0, len(text), size):
@@ -148,8 +150,27 @@ def test_pieces_of_any_size_give_the_same_content_and_calls(size: int) -> None:
         content, calls = content + more, calls + found
     more, found = parser.push("", is_last=True)
     assert content + more == f"a < b <tool_call> is\n{other} c\n"
-    assert [x["function"]["arguments"] for x in calls + found] == ['{"x": "</tool"}', "{}"]
+    assert [x["function"]["arguments"] for x in calls + found] == [arguments, "{}"]
     assert [x["index"] for x in calls + found] == [0, 1]
+
+
+def test_an_answer_may_end_with_its_first_call() -> None:
+    call = called("clock", '{"x": "</tool_call>"}')
+    with running(make(f"a {call} b{NOW}~")) as (_, url, _):
+        choice = post(f"{url}/v1", parallel_tool_calls=False).json()["choices"][0]
+        usage = post(f"{url}/v1", parallel_tool_calls=False).json()["usage"]
+        deltas = [x["delta"] for x in streamed(post(f"{url}/v1", parallel_tool_calls=False, stream=True))]
+        answer = {"role": "assistant", "tool_calls": choice["message"]["tool_calls"]}
+        answer["tool_calls"][0]["function"]["arguments"] = r'{"x": "\ud800"}'
+        refused = post(f"{url}/v1", messages=[{"role": "user", "content": "a"}, answer])
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == ("a ", "tool_calls")
+    assert usage["completion_tokens"] == len(f"a {call}")
+    assert [x["function"]["name"] for x in message["tool_calls"]] == ["clock"]
+    assert "".join(x.get("content", "") for x in deltas) == "a "
+    assert [y["function"]["arguments"] for x in deltas for y in x.get("tool_calls", [])] == ['{"x": "</tool_call>"}']
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
 def test_required_calls_fit_their_schemas(url: str) -> None:

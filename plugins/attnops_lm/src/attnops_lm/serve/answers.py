@@ -34,7 +34,8 @@ class Answer:
         self.is_chat = isinstance(body, ChatBody)
         tools = body.callable_tools if isinstance(body, ChatBody) else []
         names = {x.function.name for x in tools}
-        self.parsers = [ToolParser(names) for _ in requests] if names else None
+        several = not isinstance(body, ChatBody) or body.parallel_tool_calls is not False
+        self.parsers = [ToolParser(names, several=several) for _ in requests] if names else None
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
 

@@ -30,7 +30,7 @@ from attnops_lm.serve.keys import KeyGuard
 from attnops_lm.serve.limits import NO_LIMITS, Clients, Limits
 from attnops_lm.serve.metrics import Metrics
 from attnops_lm.serve.request import Delta, Request
-from attnops_lm.serve.tools import CLOSE, refusal
+from attnops_lm.serve.tools import ToolParser, refusal
 
 # The limit of a body's size: bytes per token that all rows together can hold, and bytes for the rest of the JSON. Text
 # has four or five bytes per token, a token id in a list up to eight, and an escape such as \u00e9 six bytes per
@@ -170,8 +170,9 @@ class Server:
         # Each answer draws with a seed of its own, the first with the seed that a client gives.
         seeds = [secrets.randbits(32) if body.seed is None else (body.seed + i) % 2**32 for i in range(n)]
         stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-        if isinstance(body, ChatBody) and body.callable_tools and body.parallel_tool_calls is False:
-            stop += (CLOSE,)  # of the first call
+        names: set[str] = set()  # of tools, of which the answer may call one
+        if isinstance(body, ChatBody) and body.parallel_tool_calls is False:
+            names = {x.function.name for x in body.callable_tools}
         return [
             Request(
                 list(tokens), min(default, room) if limit is None else limit, temperature=body.temperature or 0.0,
@@ -179,6 +180,7 @@ class Server:
                 ignore_eos=body.ignore_eos, frequency_penalty=body.frequency_penalty or 0.0,
                 presence_penalty=body.presence_penalty or 0.0, logprobs=body.most_likely,
                 constraint=constraint and constraint.copy(),
+                ends=ToolParser(names, several=False).ends if names else None,
             )
             for seed in seeds
         ]  # fmt: skip

@@ -380,11 +380,12 @@ class Engine:
             most = request.logprobs
             most_likely = [(int(i), float(x)) for i, x in zip(ids[:most], values[:most], strict=True)]
             request.hidden.append(TokenLogprob(token, float(sampled), most_likely, start))
-        is_full, is_complete = request.count == request.max_tokens, False
+        is_full = request.count == request.max_tokens
+        is_complete = request.ends is not None and request.ends(text)
         if request.constraint is not None and not is_end:
             request.constraint.push(token)
-            is_complete, failure = request.constraint.is_complete, request.constraint.failure
-            if failure is not None and not (is_full or request.text.stopped):
+            is_complete, failure = is_complete or request.constraint.is_complete, request.constraint.failure
+            if failure is not None and not (is_full or is_complete or request.text.stopped):
                 self._fail(request, f"the answer can't be continued as its format says: {failure}")
                 return
         reason = "stop" if is_end or is_complete or request.text.stopped else "length" if is_full else None

@@ -46,13 +46,16 @@ class Strict(BaseModel):
 
 
 def json_object(text: str) -> dict[str, Any] | None:
-    """The object that a text is in JSON; None if it is none."""
+    """The object that a text is in JSON; None if it is none, or has half of a surrogate pair or a number beyond
+    float64, which can't be written again.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(f"JSON has no {constant}")
 
     try:
         found = json.loads(text, parse_constant=refuse)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

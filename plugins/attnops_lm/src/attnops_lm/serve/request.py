@@ -41,6 +41,7 @@ class Request:
         logprobs: how many of the most likely tokens each `Delta` has, with log-probabilities; None: none,
             not even the drawn token's.
         constraint: the grammar that the answer follows; None: any text.
+        ends: called with each piece of text, from the engine's thread; whether the answer ends with it.
         row: the row of the batch that computes the request; −1 while it waits.
         number: the order of arrival.
         computed: the number of tokens whose keys and values are in ``pages``.
@@ -63,6 +64,7 @@ class Request:
     presence_penalty: float = 0.0
     logprobs: int | None = None
     constraint: Constraint | None = None
+    ends: Callable[[str], bool] | None = None
     row: int = -1
     number: int = -1
     computed: int = 0

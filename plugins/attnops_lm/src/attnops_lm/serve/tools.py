@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 OPEN: Final = "<tool_call>"
 CLOSE: Final = "</tool_call>"
+_BEGINS_OBJECT = re.compile(r"\s*(\{|\Z)")
+_END_OR_QUOTE = re.compile(rf'\\.|"|{CLOSE}', re.DOTALL)
+_KEY = re.compile(r'[\s,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 
 _IsFunction = Annotated[Any, AfterValidator(Only(("function",)))]
 
@@ -142,30 +146,45 @@ class ToolParser:
 
     Args:
         names: the names of the tools.
+        several: whether there may be several calls; if not, what comes after the first one is left out.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
-        self.names, self.count = names, 0
+    def __init__(self, names: Collection[str], *, several: bool = True) -> None:
+        self.names, self.several, self.count = names, several, 0
         self._text = ""  # the part that may begin a mark, or a call that has begun
+        self._searched, self._is_in_string = len(OPEN), False  # how far the call was searched for its end
         self._is_after_call = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no further text is used."""
+        return self.count > 0 and not self.several
+
+    def ends(self, text: str) -> bool:
+        """Whether the answer ends with more text."""
+        self.push(text)
+        return self.has_ended
 
     def push(self, text: str, *, is_last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The content and the calls that more text completes."""
         content = ""
         calls: list[dict[str, Any]] = []
-        searched = max(len(self._text) - len(CLOSE), 0)  # no second mark begins before
-        self._text += text
+        self._text = "" if self.has_ended else self._text + text
         while (start := self._text.find(OPEN)) >= 0:
             content += self._take(start)
-            end = self._text.find(CLOSE, searched - start if searched > start else 0)
-            if end < 0 and not is_last:
-                return content, calls
-            if (call := self._call(self._text[len(OPEN) : end if end >= 0 else None])) is None:
+            call, end = None, -1
+            if _BEGINS_OBJECT.match(self._text, len(OPEN)):
+                end = self._find_end()
+                if end < 0 and not is_last:
+                    return content, calls
+                call = self._call(self._text[len(OPEN) : end if end >= 0 else None])
+            if call is None:
                 content += self._take(len(OPEN))
             else:
                 calls.append(call)
-                self._text, self._is_after_call = self._text[end + len(CLOSE) :] if end >= 0 else "", True
-            searched = 0
+                self._text = self._text[end + len(CLOSE) :] if end >= 0 and not self.has_ended else ""
+                self._is_after_call = True
+            self._searched, self._is_in_string = len(OPEN), False
         held = 0 if is_last else next((n for n in range(len(OPEN), 0, -1) if self._text.endswith(OPEN[:n])), 0)
         return content + self._take(len(self._text) - held), calls
 
@@ -176,15 +195,36 @@ class ToolParser:
             self._is_after_call = not text
         return text
 
+    def _find_end(self) -> int:
+        """Where the second mark of a call begins, outside of strings; -1: it has not come."""
+        for found in _END_OR_QUOTE.finditer(self._text, self._searched):
+            if found[0] == CLOSE and not self._is_in_string:
+                return found.start()
+            self._is_in_string ^= found[0] == '"'
+            self._searched = found.end()
+        self._searched = max(self._searched, len(self._text) - len(CLOSE) + 1)  # no mark or escape begins before
+        return -1
+
     def _call(self, text: str) -> dict[str, Any] | None:
         """The JSON of a call; None if it is none."""
         found = json_object(text)
-        if found is None or found.get("name") not in self.names or not isinstance(found.get("arguments"), dict):
+        name = (found or {}).get("name")
+        if found is None or not (
+            isinstance(name, str) and name in self.names and isinstance(found.get("arguments"), dict)
+        ):
             return None
-        arguments = json.dumps(found["arguments"], ensure_ascii=False)
         call = {
             "index": self.count, "id": f"call_{secrets.token_hex(12)}", "type": "function",
-            "function": {"name": found["name"], "arguments": arguments},
+            "function": {"name": name, "arguments": _values(text)["arguments"]},
         }  # fmt: skip
         self.count += 1
         return call
+
+
+def _values(text: str) -> dict[str, str]:
+    """The values of a JSON object as they are written, for numbers that Python would round."""
+    values, end = {}, text.index("{") + 1
+    while key := _KEY.match(text, end):
+        _, end = json.JSONDecoder().raw_decode(text, key.end())
+        values[json.loads(key[1])] = text[key.end() : end]
+    return values

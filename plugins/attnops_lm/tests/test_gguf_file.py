@@ -12,7 +12,8 @@ import pytest
 from lm_model import call, tokens
 from safetensors.numpy import load_file
 
-from attnops_lm.gguf_file import ARCHITECTURES, load_gguf
+from attnops_lm import gguf_file
+from attnops_lm.gguf_file import ARCHITECTURES, load_gguf, tokenizer_of
 from attnops_lm.model import CausalLM
 from attnops_lm.testing import small
 from attnops_lm.tokenizer import _BYTES
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 SPLITS = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}
 # A byte each, merges, and two added tokens.
-PIECES = [*_BYTES, "12", "123", "Ġa", "<|end|>", "<tool_call>"]
+PIECES = [*_BYTES, "12", "123", "Ġa", "<|eot_id|>", "<|begin|>", "<|end|>", "<tool_call>"]
 CONTROL, USER_DEFINED = 3, 4
 
 
@@ -32,8 +33,8 @@ def model_of(family: str) -> CausalLM:
     return model
 
 
-def write(path: Path, model: CausalLM, **fields: Any) -> Path:
-    """The model as llama.cpp's converter writes it; ``fields`` are set last."""
+def write(path: Path, model: CausalLM, tensors: dict[str, np.ndarray] | None = None, **fields: Any) -> Path:
+    """The model as llama.cpp's converter writes it, and more tensors; ``fields`` are set last, or left out if None."""
     c = model.config
     model.save_pretrained(path.parent)
     weights = load_file(path.parent / "model.safetensors")
@@ -50,10 +51,14 @@ def write(path: Path, model: CausalLM, **fields: Any) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(SPLITS[c.family])
     writer.add_token_list(PIECES)
-    writer.add_token_types([1] * (len(PIECES) - 2) + [CONTROL, USER_DEFINED])
+    writer.add_token_types([1] * (len(PIECES) - 4) + [CONTROL] * 3 + [USER_DEFINED])
     writer.add_token_merges(["1 2", "12 3", "Ġ a"])
     writer.add_eos_token_id(PIECES.index("<|end|>"))
     for name, value in fields.items():
+        if value is None:
+            for data in writer.kv_data:
+                data.pop(name.replace("__", "."), None)
+            continue
         writer.add_key_value(name.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
     (architecture,) = (x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == c.family)
     names = gguf.get_tensor_name_map(architecture, c.num_layers)
@@ -63,6 +68,8 @@ def write(path: Path, model: CausalLM, **fields: Any) -> Path:
             heads = c.num_heads if ".q_proj" in name else c.num_kv_heads
             value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
         writer.add_tensor(f"{names.get_name(module)}.{kind}", np.ascontiguousarray(value, np.float32))
+    for name, value in (tensors or {}).items():
+        writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -79,7 +86,7 @@ def test_logits_and_the_config_are_the_models(tmp_path: Path, family: str) -> No
     ids = tokens((2, 9))
     np.testing.assert_allclose(call(found, ids).logits, call(model, ids).logits, rtol=1e-5, atol=1e-5)
     assert found.embed[...].dtype == jnp.float32
-    assert tokenizer.eos_ids == (PIECES.index("<|end|>"),)
+    assert tokenizer.eos_ids == found.config.eos_token_ids == (PIECES.index("<|end|>"), PIECES.index("<|eot_id|>"))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +112,37 @@ def test_text_is_split_as_the_family_does(tmp_path: Path, family: str, wanted: l
     assert tokenizer.decode(ids) == "<tool_call>a"
 
 
+def test_texts_begin_with_the_token_that_the_file_says(tmp_path: Path) -> None:
+    begin, a = PIECES.index("<|begin|>"), PIECES.index("a")
+    for family, add, wanted in (
+        ("llama", None, [begin, a]), ("llama", False, [a]), ("qwen2", None, [a]), ("qwen2", True, [begin, a]),
+    ):  # fmt: skip
+        fields = {"tokenizer__ggml__bos_token_id": begin, "tokenizer__ggml__eot_token_id": 7}
+        if add is not None:
+            fields["tokenizer__ggml__add_bos_token"] = add
+        tokenizer = tokenizer_of(write(tmp_path / "model.gguf", model_of(family), **fields))
+        assert tokenizer.encode("a", add_special_tokens=True) == wanted
+        assert tokenizer.encode("a") == [a]
+        assert tokenizer.eos_ids == (PIECES.index("<|end|>"), 7, PIECES.index("<|eot_id|>"))
+
+
+def test_weights_are_not_read_if_frequencies_are_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "set_weights", None)
+    path = write(tmp_path / "model.gguf", model_of("llama"), tensors={"rope_freqs.weight": np.ones(4, np.float32)})
+    with pytest.raises(ValueError, match=r"has rope_freqs\.weight: it scales rotary frequencies, as Llama 3\.1 does"):
+        load_gguf(path)
+
+
+def test_a_tensor_that_gguf_can_not_convert_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(*_: Any) -> Any:
+        raise NotImplementedError("no such type")
+
+    path = write(tmp_path / "model.gguf", model_of("llama"))
+    monkeypatch.setattr(gguf, "dequantize", convert)
+    with pytest.raises(ValueError, match=r"gguf can't convert .*\.weight, F32: no such type"):
+        load_gguf(path)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -113,6 +151,12 @@ def test_text_is_split_as_the_family_does(tmp_path: Path, family: str, wanted: l
         ({"llama__expert_count": 8}, "llama.expert_count=8 is not read from GGUF files; use safetensors"),
         ({"llama__block_count": 3}, r"has no tensor blk\.2\.attn_q\.weight, or it is read twice"),
         ({"llama__block_count": 1}, r"has \['blk\.1\.attn_k\.weight', .*, which no llama here reads"),
+        ({"llama__rope__scaling__factor": 8.0}, "llama.rope.scaling.factor=8.0 is not read from GGUF files"),
+        ({"llama__rope__scale_linear": 4.0}, "llama.rope.scale_linear=4.0 is not read from GGUF files"),
+        ({"llama__embedding_length": None}, "has no field llama.embedding_length, which is needed"),
+        ({"tokenizer__ggml__merges": None}, "has no field tokenizer.ggml.merges, which is needed"),
+        ({"tokenizer__ggml__eos_token_id": None}, "has no field tokenizer.ggml.eos_token_id, which is needed"),
+        ({"tokenizer__ggml__add_bos_token": True}, "has no field tokenizer.ggml.bos_token_id, which is needed"),
         ({"general__architecture": "mamba"}, "general.architecture='mamba' must be one of llama, qwen2, qwen3"),
     ],
 )

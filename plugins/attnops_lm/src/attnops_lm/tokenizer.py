@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import jinja2.sandbox
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from attnops_lm.origin import CONFIG, TEMPLATE, TOKENIZER
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import os
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF's types of special tokens, and of others that are never split
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")  # end a turn, also where a GGUF file names only another token
 # The characters that byte-level tokens have for bytes: the byte itself where it is visible, others from 256 on.
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
@@ -41,6 +42,7 @@ class Tokenizer:
     Attributes:
         backend: the ``tokenizers.Tokenizer``.
         template: the chat template, as source for jinja2; None if there is none.
+        tool_template: the chat template for conversations with tools; None: ``template``.
         special: names of special tokens, such as ``bos_token``, and their text.
         eos_ids: tokens that end a text.
     """
@@ -51,8 +53,9 @@ class Tokenizer:
         template: str | None = None,
         special: Mapping[str, str] | None = None,
         eos_ids: Sequence[int] = (),
+        tool_template: str | None = None,
     ) -> None:
-        self.backend, self.template = backend, template
+        self.backend, self.template, self.tool_template = backend, template, tool_template
         self.special, self.eos_ids = dict(special or {}), tuple(eos_ids)
 
     @classmethod
@@ -60,14 +63,14 @@ class Tokenizer:
         """From the fields of a GGUF file whose tokenizer is the byte-level BPE of SmolLM, Llama 3, Qwen2 or Qwen3.
 
         Raises:
-            ValueError: it is another one.
+            ValueError: it is another one, or a field is missing.
         """
         if (kind := fields.get("tokenizer.ggml.pre")) not in _SPLITS:
             raise ValueError(
                 f"tokenizer.ggml.pre={kind!r} must be one of {', '.join(_SPLITS)}; others split text in another way"
             )
-        tokens, types = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-        merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+        tokens, types, merges = (required(fields, f"tokenizer.ggml.{x}") for x in ("tokens", "token_type", "merges"))
+        merges = [tuple(merge.split(" ")) for merge in merges]
         vocabulary = {t: i for i, t in enumerate(tokens)}
         backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=kind == "llama-bpe"))
         backend.pre_tokenizer = pre_tokenizers.Sequence([
@@ -83,8 +86,14 @@ class Tokenizer:
                 backend.add_tokens([AddedToken(token, special=of == _CONTROL, normalized=False)])
         ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown")}
         special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
-        eos = (fields["tokenizer.ggml.eos_token_id"],)
-        return cls(backend, fields.get("tokenizer.chat_template"), special, eos)
+        # Llama 3's texts begin with BOS, also where the file doesn't say it.
+        if fields.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe" and ids["bos"] is not None):
+            bos = tokens[required(fields, "tokenizer.ggml.bos_token_id")]
+            backend.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, vocabulary[bos])]
+            )
+        template, tool_template = (fields.get(f"tokenizer.chat_template{x}") for x in ("", ".tool_use"))
+        return cls(backend, template, special, eos_ids_of(fields), tool_template)
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], eos_ids: Sequence[int] = ()) -> Tokenizer:
@@ -104,7 +113,12 @@ class Tokenizer:
         backend.no_padding()
         config_file, template_file = directory / CONFIG, directory / TEMPLATE
         config = json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
-        template = template_file.read_text(encoding="utf-8") if template_file.exists() else config.get("chat_template")
+        template, tool_template = config.get("chat_template"), None
+        if isinstance(template, list):  # several, with names
+            by_name = {x["name"]: x["template"] for x in template}
+            template, tool_template = by_name.get("default"), by_name.get("tool_use")
+        if template_file.exists():
+            template = template_file.read_text(encoding="utf-8")
         special = {}
         for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
             if (value := config.get(name)) is not None:
@@ -112,17 +126,20 @@ class Tokenizer:
         if not eos_ids and "eos_token" in special:
             end = backend.token_to_id(special["eos_token"])
             eos_ids = () if end is None else [end]
-        return cls(backend, template, special, eos_ids)
+        return cls(backend, template, special, eos_ids, tool_template)
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write the files that `from_pretrained` and transformers read into an existing directory."""
         directory = Path(directory)
         self.backend.save(str(directory / TOKENIZER))
         names = {"unknown_token": "unk_token"}  # GGUF's
-        config: dict[str, str | None] = {names.get(name, name): text for name, text in self.special.items()}
+        config: dict[str, Any] = {names.get(name, name): text for name, text in self.special.items()}
         if len(self.eos_ids) == 1:
             config["eos_token"] = self.backend.id_to_token(self.eos_ids[0])
-        if self.template is not None:
+        templates = {"default": self.template, "tool_use": self.tool_template}
+        if self.tool_template is not None:
+            config["chat_template"] = [{"name": x, "template": y} for x, y in templates.items() if y is not None]
+        elif self.template is not None:
             config["chat_template"] = self.template
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         (directory / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -195,7 +212,8 @@ class Tokenizer:
             ValueError: the model has no chat template.
             jinja2.TemplateError: the template refuses the conversation, such as roles that do not alternate.
         """
-        if self.template is None:
+        source = self.tool_template if tools and self.tool_template is not None else self.template
+        if source is None:
             raise ValueError("the model has no chat template; encode your own text")
         # The functions that templates may use, as in transformers.
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -203,11 +221,27 @@ class Tokenizer:
         )
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _refuse, "strftime_now": time.strftime}
-        template = environment.from_string(self.template)
+        template = environment.from_string(source)
         return template.render(
             messages=[dict(message) for message in messages], tools=None if tools is None else list(tools),
             add_generation_prompt=add_generation_prompt, **self.special,
         )  # fmt: skip
+
+
+def required(fields: Mapping[str, Any], name: str) -> Any:
+    """A field of a GGUF file; `ValueError` if it has none of this name."""
+    if name not in fields:
+        raise ValueError(f"the GGUF file has no field {name}, which is needed")
+    return fields[name]
+
+
+def eos_ids_of(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens with which a text or a turn ends, by a GGUF file's fields."""
+    more = (fields.get(f"tokenizer.ggml.{x}_token_id") for x in ("eot", "eom"))
+    tokens, types = (required(fields, f"tokenizer.ggml.{x}") for x in ("tokens", "token_type"))
+    named = (i for i, (token, of) in enumerate(zip(tokens, types, strict=True)) if of == _CONTROL and token in _ENDS)
+    ids = [required(fields, "tokenizer.ggml.eos_token_id"), *(x for x in more if x is not None), *named]
+    return tuple(dict.fromkeys(int(x) for x in ids))
 
 
 def _refuse(message: str) -> None:

@@ -129,8 +129,10 @@ def test_calls_are_taken_out_of_the_text_whole_and_streamed() -> None:
     "text",
     [
         "no call", "<tool_call>", "<tool_call>\n{}\n</tool_call>", called("other", "{}"), called("clock", "[]"),
-        called("clock", '{"a": NaN}'), called("clock", '{"a": 1e999}'), called("clock", r'{"a": "\ud800"}'),
-        NOW.replace('"clock"', '["clock"]'), NOW.replace('"clock"', '{"clock": 1}'), "<tool_call> \"a</tool_call>", called("clock", "{")[:-3], "a <tool_cal b", "</tool_call>",
+        called("clock", '{"a": NaN}'), called("clock", '{"a": 1e999}'),
+        called("clock", r'{"a": "\ud800"}'),
+        NOW.replace('"clock"', '["clock"]'), NOW.replace('"clock"', '{"clock": 1}'), "<tool_call> \"a</tool_call>",
+        called("clock", "{")[:-3], "a <tool_cal b", "</tool_call>",
     ],
 )  # fmt: skip
 def test_what_is_no_call_stays_content(text: str) -> None:

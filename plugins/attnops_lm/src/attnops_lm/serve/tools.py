@@ -103,7 +103,7 @@ class ToolCall(Strict):
 
 def refusal(tokenizer: Tokenizer) -> str | None:
     """Why a model can't be given tools; None: it can."""
-    template = tokenizer.template or ""
+    template = tokenizer.tool_template or tokenizer.template or ""
     if "tools" not in template or OPEN not in template or "<function=" in template:
         return (
             f"the model's chat template has no tools in the format {OPEN}{{JSON}}{CLOSE}, the only one that is served"

@@ -97,6 +97,16 @@ def test_each_weight_of_a_group_is_within_half_a_step_of_its_group() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), [("qwen3_next", "qkvz"), ("bamba", "inputs")])
+def test_inputs_of_linear_attention_are_quantised(family: str, name: str) -> None:
+    model, ids = plain(family), tokens((2, 9))
+    quantized = model.quantize()
+    assert isinstance(getattr(quantized.layers[0].attention, name), QuantizedLinear)
+    expected, found = (call(x, ids).logits for x in (model, quantized))
+    assert 1e-4 < float(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)) < 0.05
+
+
+@pytest.mark.slow
 def test_weights_that_stay_are_trained_through_rounding() -> None:
     model, ids = plain(), tokens((2, 9))
     aware = model.quantize(quantize_tensors=False)

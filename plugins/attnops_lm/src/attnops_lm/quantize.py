@@ -47,7 +47,7 @@ class QuantizationConfig:
     bits: int = 8
     activations: bool = False
     group: int | None = None
-    pattern: str = r"^layers\..*\.(q|k|v|o|gate|up|down)(\.base_module)?$"
+    pattern: str = r"^layers\..*\.(q|k|v|o|gate|up|down|qkvz|inputs)(\.base_module)?$"
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)

@@ -38,6 +38,12 @@ def test_a_checkpoint_without_a_tokenizer_is_refused_before_its_weights_are_read
     assert result.stderr.startswith(f"attnops: {tmp_path} has no tokenizer.json: copy it, and tokenizer_config.json")
 
 
+def test_an_empty_mesh_is_refused() -> None:
+    result = run("--mesh", "")
+    assert result.exit_code == 2
+    assert "mesh='' must be axes and their sizes" in result.output
+
+
 def test_an_interrupt_before_the_server_is_up_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt

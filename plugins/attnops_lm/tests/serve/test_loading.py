@@ -12,10 +12,11 @@ import tokenizers
 from tokenizers import models
 
 from attnops_caches import PagedCache
+from attnops_lm.families import config_from_hf
 from attnops_lm.serve import Engine, Request, load_model
 from attnops_lm.serve.grammar import Grammars, regex_rule
-from attnops_lm.serve.loading import parse_mesh
-from attnops_lm.testing import small
+from attnops_lm.serve.loading import check_mesh, parse_mesh
+from attnops_lm.testing import SIZES, small
 from attnops_lm.tokenizer import Tokenizer
 
 PROMPTS = [5, 6, 7, 8, 9, 10, 11], [5, 6, 7]
@@ -81,6 +82,16 @@ def test_the_axes_of_a_mesh() -> None:
     assert dict(mesh.shape) == {"ep": 2, "tp": 4}
     assert list(mesh.devices.flat) == jax.devices()[:8]
     assert parse_mesh("tp=2").size == 2
+
+
+def test_a_mesh_that_a_model_can_not_share_is_refused_or_told(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_from_hf({"model_type": "llama"} | SIZES)  # with two heads of keys
+    with pytest.raises(ValueError, match="ep=2 must be 1 for a model without experts"):
+        check_mesh(config, parse_mesh("ep=2,tp=2"))
+    check_mesh(config, parse_mesh("ep=1,tp=2"))
+    assert not caplog.records
+    check_mesh(config, parse_mesh("tp=4"))
+    assert "num_kv_heads=2 is not divisible by tp=4" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "tp", "tp=", "tp=0", "tp=-1", "tp=two", "dp=2", "tp=2,tp=2", "tp=2;ep=2"])

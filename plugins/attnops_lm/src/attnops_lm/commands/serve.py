@@ -30,7 +30,9 @@ def command(
     ] = "float32",
     quantize: Annotated[
         str | None,
-        typer.Option(help="Weights of linear layers: int8, or int4 in groups of 32.", show_default="in --dtype"),
+        typer.Option(
+            help="Weights of linear layers, not of experts: int8, or int4 in groups of 32.", show_default="in --dtype"
+        ),
     ] = None,
     mesh: Annotated[
         str | None,
@@ -102,7 +104,7 @@ def command(
             if KEYS in os.environ and not api_key:
                 fail(f"{KEYS} is set but has no key; unset it, or give keys", 2)
             check_keys(api_key or [])
-            devices = parse_mesh(mesh) if mesh else None
+            devices = parse_mesh(mesh) if mesh is not None else None
             model, tokenizer = load_model(checkpoint, operation, dtype, quantize, devices)
             engine = Engine(
                 model, tokenizer, rows=rows, pages=pages, page_size=page_size, max_length=max_length,

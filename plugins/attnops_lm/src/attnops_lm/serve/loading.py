@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,9 @@ from attnops_lm.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from attnops_lm.config import Config
+
+_log = logging.getLogger(__name__)
 # What `--quantize` may be. With 4 bits, one scale for all inputs of an output is too coarse.
 QUANTIZED: Final = {"int8": QuantizationConfig(bits=8), "int4": QuantizationConfig(bits=4, group=32)}
 # The axes of `--mesh`: rows and tokens are not sharded, since they share pages.
@@ -46,7 +50,7 @@ def load_model(
         FileNotFoundError: the directory lacks a file, such as the tokenizer.
         ModuleNotFoundError: SmolLM2, or qwix for ``quantize``, is not installed.
         ValueError: the model's type is not supported, its weights do not fit the config, ``dtype`` or ``quantize`` is
-            unknown, or a layer's inputs can't be quantised in groups.
+            unknown, a layer's inputs can't be quantised in groups, or the mesh is for experts that the model lacks.
     """
     if quantize is not None and quantize not in QUANTIZED:
         raise ValueError(f"quantize={quantize!r} must be one of {', '.join(QUANTIZED)}")
@@ -59,6 +63,8 @@ def load_model(
         tokenizer = Tokenizer.from_pretrained(path)  # first: weights take long to read
         model = CausalLM.from_pretrained(path, mesh=mesh, **options)
         tokenizer.eos_ids = model.config.eos_token_ids or tokenizer.eos_ids
+    if mesh is not None:
+        check_mesh(model.config, mesh)
     if quantize is not None:
         model = model.quantize(QUANTIZED[quantize])
         model = model if mesh is None else model.shard_model(mesh=mesh)
@@ -70,6 +76,20 @@ def _dtype(name: str) -> Any:
         return floating("dtype", name)
     except TypeError as error:
         raise ValueError(f"dtype={name!r} is no dtype; use float32, bfloat16 or float16") from error
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+    """Raise `ValueError` if a mesh is for experts that a model lacks; warn if its pages can't be shared."""
+    tp, ep = (mesh.shape.get(name, 1) for name in AXES)
+    if ep > 1 and config.experts is None:
+        raise ValueError(f"ep={ep} must be 1 for a model without experts; leave it out of the mesh, or use tp")
+    if config.num_kv_heads % tp:
+        _log.warning(
+            "num_kv_heads=%d is not divisible by tp=%d: each device holds the keys and values of all heads; use a "
+            "divisor to share them",
+            config.num_kv_heads,
+            tp,
+        )
 
 
 def parse_mesh(text: str) -> Mesh:

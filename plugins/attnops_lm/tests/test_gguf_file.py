@@ -117,7 +117,7 @@ def test_texts_begin_with_the_token_that_the_file_says(tmp_path: Path) -> None:
     for family, add, wanted in (
         ("llama", None, [begin, a]), ("llama", False, [a]), ("qwen2", None, [a]), ("qwen2", True, [begin, a]),
     ):  # fmt: skip
-        fields = {"tokenizer__ggml__bos_token_id": begin, "tokenizer__ggml__eot_token_id": 7}
+        fields: dict[str, Any] = {"tokenizer__ggml__bos_token_id": begin, "tokenizer__ggml__eot_token_id": 7}
         if add is not None:
             fields["tokenizer__ggml__add_bos_token"] = add
         tokenizer = tokenizer_of(write(tmp_path / "model.gguf", model_of(family), **fields))

@@ -162,7 +162,7 @@ def test_an_answer_may_end_with_its_first_call() -> None:
         choice = post(f"{url}/v1", parallel_tool_calls=False).json()["choices"][0]
         usage = post(f"{url}/v1", parallel_tool_calls=False).json()["usage"]
         deltas = [x["delta"] for x in streamed(post(f"{url}/v1", parallel_tool_calls=False, stream=True))]
-        answer = {"role": "assistant", "tool_calls": choice["message"]["tool_calls"]}
+        answer: dict[str, Any] = {"role": "assistant", "tool_calls": choice["message"]["tool_calls"]}
         answer["tool_calls"][0]["function"]["arguments"] = r'{"x": "\ud800"}'
         refused = post(f"{url}/v1", messages=[{"role": "user", "content": "a"}, answer])
     message = choice["message"]

@@ -64,7 +64,9 @@ def _multiples(schema: Any) -> Iterator[int | float]:
             value = part.get("multipleOf")
             if isinstance(value, int | float) and not isinstance(value, bool) and value and math.isfinite(value):
                 yield value
-        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+            left.extend(part.values())
+        elif isinstance(part, list):
+            left.extend(part)
 
 
 def regex_rule(regex: str) -> str:

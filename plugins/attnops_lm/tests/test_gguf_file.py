@@ -1,4 +1,4 @@
-"""GGUF files of each architecture: logits and tokens are those of the model that was written."""
+"""GGUF files of each architecture: logits and tokens equal the written model's."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Reached(NamedTuple):
     state: jax.Array
 
     def mark(self, output: LinearOutput, value: jax.Array, is_token: jax.Array | None) -> LinearOutput:
-        """The output with NaN; its tangents are there those of ``value`` [B, T, Hv, Dv]."""
+        """The output with NaN; its tangents there are the tangents of ``value`` [B, T, Hv, Dv]."""
         since = self.since | (self.continues & self.state[:, None])
         tokens = since | self.query if is_token is None else (since | self.query) & is_token[:, :, None]
         spoiled = (value + jnp.where(tokens[..., None], jnp.nan, 0.0)).astype(output.attention_outputs.dtype)

@@ -107,7 +107,7 @@ def spoiled(name: str) -> Problem:
     """A problem whose option ``spoiled``, see `subject`, makes one document of each row not finite, in some heads.
 
     Args:
-        name: the argument, of which these documents have one such token.
+        name: the argument; each of these documents has one such token of it.
     """
     draw = problem(mask=lambda B, T: Segments(np.searchsorted(_FIRST, np.arange(T), side="right")))
 

@@ -16,6 +16,7 @@ import collections
 import json
 import os
 import random
+import socket
 import sys
 import time
 from collections.abc import Coroutine
@@ -92,12 +93,17 @@ class Soak:
             self.faults.append(f"{type(error).__name__}: {error}")
 
     async def never_reads(self) -> None:
-        """Ask for a stream over a small window, and never read it."""
+        """Ask for a stream, and never read it; the system takes few bytes of it."""
         address = urlsplit(str(self.client.base_url))
         text = json.dumps(self.body(PROMPTS[3]))
-        _, writer = await asyncio.open_connection(address.hostname, address.port, limit=1)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.connect((address.hostname, address.port))
+        _, writer = await asyncio.open_connection(sock=connection, limit=1)
+        key = self.client.headers.get("Authorization", "none")
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}"
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(text)}"
         )
         writer.write(f"{head}\r\n\r\n{text}".encode())
         try:

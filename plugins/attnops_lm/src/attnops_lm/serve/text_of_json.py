@@ -7,7 +7,7 @@ from typing import Any
 
 
 def encoded(content: Any, depth: int = 5) -> bytes:
-    """The JSON of dicts and lists, of which what is deeper than ``depth`` is encoded as one piece.
+    """The JSON of dicts and lists; what is deeper than ``depth`` is encoded as one piece.
 
     `json.dumps` lets no other thread run until it ends, which for the log-probabilities of a long answer is seconds.
 

@@ -140,12 +140,13 @@ def load(
     _refuse_unread(directory, model, files)
     if mesh is not None:
         model = model.shard_model(partition_rules, mesh)
-    handles = {path: safe_open(path, framework="flax") for path in set(files.values())}
+    handles = {path: safe_open(path, framework="flax") for path, _ in files.values()}
 
     def read(name: str) -> jax.Array:
         if name not in files:
             raise ValueError(f"{directory} has no weight {name}; the config {config.family!r} needs it")
-        return handles[files[name]].get_tensor(name)
+        path, own = files[name]
+        return handles[path].get_tensor(own)
 
     set_weights(model, read)
     if HEAD in files and config.tie_word_embeddings and not jnp.array_equal(read(HEAD), read(EMBEDDING)):
@@ -166,7 +167,7 @@ def _hf_config(directory: Path) -> dict[str, Any]:
     return hf
 
 
-def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, Path]) -> None:
+def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, object]) -> None:
     known = {name for weight in mapping(model) for name in weight.files} | ({HEAD} if hasattr(model, "head") else set())
     extra = sorted(name for name in set(files) - known if not name.endswith(".rotary_emb.inv_freq"))
     if extra:
@@ -176,7 +177,16 @@ def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, Path]) -
         )
 
 
-def _files(directory: Path) -> Mapping[str, Path]:
+def _files(directory: Path) -> Mapping[str, tuple[Path, str]]:
+    """The file of each weight, and the weight's name there: the files of a model without a head, such as one for
+    embeddings, leave "model." out.
+    """
+    files = _by_own_name(directory)
+    start = "model." if EMBEDDING.removeprefix("model.") in files else ""
+    return {start + name: (path, name) for name, path in files.items()}
+
+
+def _by_own_name(directory: Path) -> Mapping[str, Path]:
     """The file of each weight. The single file takes precedence over an index, as in transformers."""
     single, index = directory / SINGLE, directory / INDEX
     if single.exists():

@@ -34,7 +34,7 @@ class FakeEngine(Engine):
     """
 
     def __init__(self, *, seconds: float = 0.0, fails_after: int = 1 << 30, **options: Any) -> None:
-        config = SimpleNamespace(max_position_embeddings=1 << 20, vocab_size=96, has_linear_layers=False)
+        config = SimpleNamespace(max_position_embeddings=1 << 20, vocab_size=96, hidden_size=4, has_linear_layers=False)
         model = SimpleNamespace(config=config, init_ragged_pages=lambda **_: ((), None))
         sizes = {"rows": 4, "pages": 1 << 10, "page_size": 16, "max_length": 1 << 12, "chunks": [64]}
         super().__init__(model, Characters(), **(sizes | options))  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ class FakeEngine(Engine):
         drawn = np.full(self.rows, token)
         for row in np.flatnonzero(batch.has_grammar):
             drawn[row] = self.generator.choice([i for i in range(96) if batch.allowed[row, i // 32] >> i % 32 & 1])
-        return StepResult(drawn, False, logprobs)
+        return StepResult(drawn, False, logprobs, np.full((self.rows, 4), 2.0, np.float32))
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
         self.counts["copied"] += len(copies)

@@ -42,6 +42,13 @@ def command(
         str | None,
         typer.Option(help="Codec of keys and values: int8, float8_e4m3fn, float8_e5m2 or int4.", show_default="none"),
     ] = None,
+    pooling: Annotated[
+        str | None,
+        typer.Option(
+            help="What of a text is its embedding: last, its last token, or mean, all tokens.",
+            show_default="as the checkpoint's 1_Pooling says, or last",
+        ),
+    ] = None,
     rows: Annotated[int, typer.Option(help="Requests that run at a time.")] = 16,
     pages: Annotated[int, typer.Option(help="Pages of all requests together.")] = 1024,
     page_size: Annotated[int, typer.Option(help="Tokens per page.")] = 16,
@@ -92,7 +99,7 @@ def command(
         from attnops_lm.serve import Engine, load_model
         from attnops_lm.serve.keys import check_keys
         from attnops_lm.serve.limits import Limits
-        from attnops_lm.serve.loading import parse_mesh
+        from attnops_lm.serve.loading import parse_mesh, pooling_of
         from attnops_lm.serve.process import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("attnops", "attnops_lm"):
@@ -105,11 +112,12 @@ def command(
                 fail(f"{KEYS} is set but has no key; unset it, or give keys", 2)
             check_keys(api_key or [])
             devices = parse_mesh(mesh) if mesh is not None else None
+            pooling = pooling or pooling_of(checkpoint)
             model, tokenizer = load_model(checkpoint, operation, dtype, quantize, devices)
             engine = Engine(
                 model, tokenizer, rows=rows, pages=pages, page_size=page_size, max_length=max_length,
                 chunks=chunks or [64, 256], max_waiting=max_waiting, prefix_sharing=not no_prefix_sharing,
-                codec=Quantized(codec) if codec else None,
+                codec=Quantized(codec) if codec else None, pooling=pooling,
             )  # fmt: skip
         except (FileNotFoundError, ModuleNotFoundError, PluginError, ValueError) as error:
             fail(error, 2)

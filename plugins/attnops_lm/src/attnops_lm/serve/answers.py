@@ -24,20 +24,15 @@ if TYPE_CHECKING:
 
 
 class Answer:
-    """The answer to one HTTP call, in the format of its endpoint."""
+    """The answer to one HTTP call, which subclasses give the format of their endpoint."""
 
-    def __init__(
-        self, server: Server, client: Client, body: Body, requests: list[Request], queue: asyncio.Queue[Any]
-    ) -> None:
-        self.server, self.client, self.body, self.requests, self.queue = server, client, body, requests, queue
-        self.prompts = requests[:: body.n or 1]  # a prompt with several answers counts once
-        self.is_chat = isinstance(body, ChatBody)
-        tools = body.callable_tools if isinstance(body, ChatBody) else []
-        names = {x.function.name for x in tools}
-        several = not isinstance(body, ChatBody) or body.parallel_tool_calls is not False
-        self.parsers = [ToolParser(names, several=several) for _ in requests] if names else None
-        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self.created = int(time.time())
+    def __init__(self, server: Server, client: Client, requests: list[Request], queue: asyncio.Queue[Any]) -> None:
+        self.server, self.client, self.requests, self.queue = server, client, requests, queue
+        self.prompts = requests  # what counts once as a prompt
+
+    def response(self, parts: list[list[Delta]]) -> Response:
+        """The response, from the deltas of each request."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Cancel what is left of the requests."""
@@ -56,7 +51,7 @@ class Answer:
             yield i, delta
 
     async def whole(self, http: HTTPRequest) -> Response:
-        """The whole text in one response; the requests are cancelled if the client disconnects."""
+        """All in one response; the requests are cancelled if the client disconnects."""
         parts: list[list[Delta]] = [[] for _ in self.requests]
 
         async def collect() -> None:
@@ -77,6 +72,24 @@ class Answer:
             for task in tasks:
                 task.cancel()
         return await asyncio.to_thread(self.response, parts)  # log-probabilities of long texts take long to encode
+
+
+class TextAnswer(Answer):
+    """The answer of an endpoint that generates text."""
+
+    def __init__(
+        self, server: Server, client: Client, body: Body, requests: list[Request], queue: asyncio.Queue[Any]
+    ) -> None:
+        super().__init__(server, client, requests, queue)
+        self.body = body
+        self.prompts = requests[:: body.n or 1]  # a prompt with several answers counts once
+        self.is_chat = isinstance(body, ChatBody)
+        tools = body.callable_tools if isinstance(body, ChatBody) else []
+        names = {x.function.name for x in tools}
+        several = not isinstance(body, ChatBody) or body.parallel_tool_calls is not False
+        self.parsers = [ToolParser(names, several=several) for _ in requests] if names else None
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
 
     def response(self, parts: list[list[Delta]]) -> Response:
         """The whole text of each request, from its deltas."""
@@ -145,7 +158,7 @@ class Answer:
 class Events(StreamingResponse):
     """A stream that cancels its requests when it ends, for whatever reason."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: TextAnswer) -> None:
         super().__init__(answer.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self.answer = answer
 

@@ -21,8 +21,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from attnops_lm.serve.answers import Answer, Events
+from attnops_lm.serve.answers import Answer, Events, TextAnswer
 from attnops_lm.serve.bodies import Body, ChatBody, CompletionBody, ResponseFormat
+from attnops_lm.serve.embeddings import EmbeddingAnswer, EmbeddingBody
 from attnops_lm.serve.engine import Engine, QueueFullError, StoppedError
 from attnops_lm.serve.errors import APIError
 from attnops_lm.serve.grammar import Constraint, Grammars
@@ -77,30 +78,59 @@ class Server:
 
     async def completions(self, http: HTTPRequest) -> Response:
         """Continue one or several prompts."""
-        return await self._respond(http, self._read_completion)
+        return await self._respond(http, self._read_completion, TextAnswer)
 
     async def chat(self, http: HTTPRequest) -> Response:
         """Answer a conversation."""
-        return await self._respond(http, self._read_chat)
+        return await self._respond(http, self._read_chat, TextAnswer)
+
+    async def embeddings(self, http: HTTPRequest) -> Response:
+        """The embeddings of one or several texts."""
+        return await self._respond(http, self._read_embeddings, EmbeddingAnswer)
+
+    def _read_embeddings(self, content: bytes) -> tuple[EmbeddingBody, list[Request]]:
+        body: EmbeddingBody = self._parse(content, EmbeddingBody)
+        if body.dimensions is not None and body.dimensions > self.engine.width:
+            message = f"dimensions: {body.dimensions} must be at most the model's width, {self.engine.width}"
+            raise APIError(400, f"{message}; leave it out for all", "dimensions")
+        tokens = self._tokens("input", body.input)
+        for x in tokens:
+            self._room("input", x)
+        return body, [Request(x, 1, embeds=True) for x in tokens]
+
+    def _tokens(self, param: str, given: Any) -> list[list[int]]:
+        """The tokens of each of one or several texts, which may be tokens already."""
+        texts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+        most = self.engine.max_waiting
+        if len(texts) > most:
+            message = f"{param}: {len(texts)} {param}s in a call must be at most {most}; send several calls"
+            raise APIError(400, message, param)
+        encode = functools.partial(self.engine.tokenizer.encode, add_special_tokens=True)
+        tokens: list[list[int]] = [encode(x) if isinstance(x, str) else list(x) for x in texts]
+        if not tokens or not all(tokens):
+            raise APIError(400, f"{param}: it has no tokens", param)
+        if not all(0 <= token < self.engine.vocab_size for x in tokens for token in x):
+            raise APIError(400, f"{param}: token ids must be from 0 to {self.engine.vocab_size - 1}", param)
+        return tokens
+
+    def _room(self, param: str, tokens: list[int]) -> int:
+        """How many tokens may follow these, at least 1."""
+        context = self.engine.max_length
+        if len(tokens) >= context:
+            message = f"{param}: its {len(tokens)} tokens must be fewer than the context, {context}; send less text"
+            raise APIError(400, message, param, "context_length_exceeded")
+        return context - len(tokens)
 
     def _read_completion(self, content: bytes) -> tuple[Body, list[Request]]:
         body: CompletionBody = self._parse(content, CompletionBody)
-        prompt, max_prompts = body.prompt, self.engine.max_waiting
-        prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
-        if len(prompts) > max_prompts:
-            message = f"prompt: {len(prompts)} prompts in a call must be at most {max_prompts}; send several calls"
-            raise APIError(400, message, "prompt")
-        encode = functools.partial(self.engine.tokenizer.encode, add_special_tokens=True)
-        tokens: list[list[int]] = [encode(x) if isinstance(x, str) else x for x in prompts]  # type: ignore[misc]
-        if not tokens or not all(tokens):
-            raise APIError(400, "prompt: it has no tokens", "prompt")
-        if not all(0 <= token < self.engine.vocab_size for x in tokens for token in x):
-            raise APIError(400, f"prompt: token ids must be from 0 to {self.engine.vocab_size - 1}", "prompt")
+        self._check_options(body)
+        tokens = self._tokens("prompt", body.prompt)
         make = functools.partial(self._requests, body, self._constraint(body), "prompt", len(tokens), 16)
         return body, [request for x in tokens for request in make(x)]
 
     def _read_chat(self, content: bytes) -> tuple[Body, list[Request]]:
         body: ChatBody = self._parse(content, ChatBody)
+        self._check_options(body)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             message = "max_tokens: it is the old name of max_completion_tokens, which is given too; leave one out"
             raise APIError(400, message, "max_tokens")
@@ -137,12 +167,16 @@ class Server:
         except ValidationError as error:
             raise APIError.of_body(error) from None
         self._check_name(body.model)
+        return body
+
+    @staticmethod
+    def _check_options(body: Body) -> None:
+        """Refuse options that exclude each other."""
         if body.stream_options is not None and not body.stream:
             raise APIError(400, "stream_options: it needs stream=true; leave it out", "stream_options")
         if body.structured_outputs is not None and body.response_format is not None:
             message = "structured_outputs: it is another response_format, which is given too; leave one out"
             raise APIError(400, message, "structured_outputs")
-        return body
 
     def _check_name(self, name: str) -> None:
         if name != self.name:
@@ -154,15 +188,11 @@ class Server:
         """``n`` requests of these tokens, which are one of several prompts; an answer has at most ``default`` tokens if
         the client gives no limit.
         """
-        context, (field, limit) = self.engine.max_length, body.token_limit
-        room = context - len(tokens)
-        code = "context_length_exceeded"
-        if room < 1:
-            message = f"{param}: its {len(tokens)} tokens must be fewer than the context, {context}; send less text"
-            raise APIError(400, message, param, code)
+        (field, limit), room = body.token_limit, self._room(param, tokens)
         if limit is not None and limit > room:
+            context = self.engine.max_length
             message = f"{field}: {limit} and {len(tokens)} tokens of {param} must be at most {context} together"
-            raise APIError(400, f"{message}; ask for at most {room}", field, code)
+            raise APIError(400, f"{message}; ask for at most {room}", field, "context_length_exceeded")
         n, most = body.n or 1, self.engine.max_waiting
         if n * prompts > most:
             message = f"n: {n} answers to each of {prompts} prompts must be at most {most} together"
@@ -214,7 +244,9 @@ class Server:
             parts.append(part)
         return b"".join(parts)
 
-    async def _respond(self, http: HTTPRequest, read: Callable[[bytes], tuple[Body, list[Request]]]) -> Response:
+    async def _respond(
+        self, http: HTTPRequest, read: Callable[[bytes], tuple[Any, list[Request]]], kind: Callable[..., Answer]
+    ) -> Response:
         # An API key is the client, else its address.
         name = http.scope.get("api_key") or (http.client and http.client.host)
         self.clients.find(name).begin_call()
@@ -225,7 +257,7 @@ class Server:
 
         def emit(index: int, delta: Delta) -> None:
             self.measured.observe(requests[index], delta)
-            client.use(delta.finish_reason != "error")
+            client.use(delta.finish_reason != "error" and delta.embedding is None)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(queue.put_nowait, (index, delta))
 
@@ -233,14 +265,14 @@ class Server:
             request.emit = functools.partial(emit, i)
         client = self.clients.find(name)
         client.begin_answers(len(requests))
-        answer = Answer(self, client, body, requests, queue)
+        answer = kind(self, client, body, requests, queue)
         try:
             self._submit(requests)
         except APIError:
             answer.end()
             raise
         client.use(sum(x.prompt_length for x in answer.prompts))
-        if body.stream:
+        if isinstance(answer, TextAnswer) and answer.body.stream:
             return Events(answer)
         try:
             return await answer.whole(http)
@@ -306,6 +338,7 @@ def application(engine: Engine, name: str, api_keys: Sequence[str] = (), limits:
         Route("/models/{name:path}", server.model),
         Route("/completions", server.completions, methods=["POST"]),
         Route("/chat/completions", server.chat, methods=["POST"]),
+        Route("/embeddings", server.embeddings, methods=["POST"]),
     ]
     guard = [Middleware(KeyGuard, api_keys)] if api_keys else []
     routes = [

@@ -20,7 +20,7 @@ from attnops_lm.generation.text import TextOfRow
 from attnops_lm.memory import release_memory
 from attnops_lm.serve.logprobs import TokenLogprob
 from attnops_lm.serve.pages import Pages
-from attnops_lm.serve.program import StepBatch, StepResult, step_program
+from attnops_lm.serve.program import POOLING, StepBatch, StepResult, step_program
 from attnops_lm.serve.request import Delta, Request
 from attnops_lm.serve.scores import MOST_LIKELY
 
@@ -61,10 +61,12 @@ class Engine:
         prefix_sharing: whether requests with the same first tokens share the pages of these tokens; if the model has
             linear layers, whose states are not in pages, they never do.
         codec: how keys and values are quantised; None: they are not.
+        pooling: which hidden states of a text are its embedding: "last", its last token's, or "mean", the mean of all,
+            for which a request shares no pages of others.
 
     Raises:
         ValueError: a size is not positive, a request of ``max_length`` does not fit into pages or the model's context,
-            or a step has no room for a prompt.
+            a step has no room for a prompt, or the pooling is unknown.
     """
 
     def __init__(
@@ -80,9 +82,13 @@ class Engine:
         max_waiting: int = 256,
         prefix_sharing: bool = True,
         codec: Quantized | None = None,
+        pooling: str = "last",
     ) -> None:
+        if pooling not in POOLING:
+            raise ValueError(f"pooling={pooling!r} must be one of {', '.join(POOLING)}")
         _check_sizes(model.config.max_position_embeddings, rows, pages, page_size, max_length, chunks)
         width = math.ceil(max_length / page_size)  # M
+        self.pooling, self.width = pooling, model.config.hidden_size
         self.tokenizer, self.rows, self.chunks, self.max_waiting = tokenizer, rows, sorted(chunks), max_waiting
         self.vocab_size, self.max_length = model.config.vocab_size, width * page_size
         self.eos_ids = frozenset(tokenizer.eos_ids)
@@ -103,7 +109,7 @@ class Engine:
         self.caches, _ = model.init_ragged_pages(
             batch_size=rows, pages=pages, page_size=page_size, max_model_length=self.max_length, codec=codec
         )
-        self._step = step_program(graph, rows, self._count_trace)
+        self._step = step_program(graph, rows, pooling, self._count_trace)
         self._copy = jax.jit(
             lambda caches, copies: tuple(c.copy_pages(copies) if isinstance(c, PagedCache) else c for c in caches),
             donate_argnums=0,
@@ -220,8 +226,10 @@ class Engine:
         result = self._call(self._batch(runs, size))
         self.counts.update(steps=1, tokens=total)
         with self.changed:
-            for request in runs:
-                if not request.pending and not self.is_stopped:
+            for request in () if self.is_stopped else runs:
+                if request.embeds:
+                    self._pool(request, result)
+                elif not request.pending:
                     self._advance(request, result)
         return True
 
@@ -261,8 +269,10 @@ class Engine:
         """
         size, tokens = self.pages.size, request.tokens
         # The last token is always computed, for the logits of the next.
-        pages, key = self.pages.find(tokens[:-1])
-        part, count = self.pages.find_part(key, tokens[len(pages) * size : -1])
+        # Hidden states are not in pages, so that a mean needs all tokens too.
+        found = [] if request.embeds and self.pooling == "mean" else tokens[:-1]
+        pages, key = self.pages.find(found)
+        part, count = self.pages.find_part(key, found[len(pages) * size :])
         count *= count >= size // 2  # copying a page for fewer tokens is not worth it
         held = [*pages, part] if count else pages
         for page in held:
@@ -321,6 +331,7 @@ class Engine:
         self.table[request.row] = -1
         self.running.remove(request)
         request.row, request.computed, request.pages, request.key, request.shared = -1, 0, [], b"", 0
+        request.pooled = None
 
     def _batch(self, runs: dict[Request, int], size: int) -> StepBatch:
         R = self.rows
@@ -360,10 +371,29 @@ class Engine:
 
     def _call(self, batch: StepBatch) -> StepResult:
         results, self.caches = self._step(self.state, self.caches, batch)
-        results = jax.device_get(results)
+        pooled = results.pooled  # stays on the device, unless a row asks for it
+        results = jax.device_get(results._replace(pooled=None))._replace(pooled=pooled)
         if results.has_overflowed:
             raise RuntimeError("a token had no page, so the tables of pages are wrong")
         return results
+
+    def _pool(self, request: Request, result: StepResult) -> None:
+        """Add the hidden states of a step to a request, and emit its embedding after the last one."""
+        pooled = np.asarray(result.pooled)[request.row]
+        if request.pooled is None or self.pooling == "last":
+            request.pooled = pooled
+        else:
+            request.pooled = request.pooled + pooled
+        if request.pending:
+            return
+        length = np.linalg.norm(request.pooled.astype(np.float64))
+        if not 0 < length < np.inf:
+            self._fail(request, f"the pooled hidden states have length {length}, and can't be scaled to length 1")
+            return
+        embedding = (request.pooled / length).astype(np.float32)
+        self.counts.update(prompt_tokens=request.prompt_length, finished_stop=1)
+        self._release(request)
+        request.emit(Delta("", "stop", embedding=embedding))
 
     def _advance(self, request: Request, result: StepResult) -> None:
         """Add the token that was drawn to a request, and emit the text that it adds."""

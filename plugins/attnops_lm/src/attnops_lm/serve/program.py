@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from attnops_linear import StateCache
 from attnops_lm.caching import counted, with_table
 from attnops_lm.generation.sampling import Sampling, sample
 from attnops_lm.serve.scores import Logprobs, logprobs_of, masked, penalised
+
+# Which hidden states of a text are its embedding: its last token's, or the mean of all.
+POOLING: Final = ("last", "mean")
 
 
 class StepBatch(NamedTuple):
@@ -43,14 +46,18 @@ class StepResult(NamedTuple):
     tokens: Any  # int32 [R], drawn after each row's last token
     has_overflowed: Any  # bool [], whether a token had no page
     logprobs: Logprobs
+    pooled: Any  # float32 [R, width], the sum of the hidden states of a row's tokens, or the last one's
 
 
-def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[..., tuple[StepResult, Any]]:
+def step_program(
+    graph: Any, rows: int, pooling: str, traced: Callable[[], None]
+) -> Callable[..., tuple[StepResult, Any]]:
     """The compiled function ``(state, caches, batch) -> result, caches``.
 
     Args:
         graph: the graph of the model, from `nnx.split`.
         rows: R.
+        pooling: one of `POOLING`.
         traced: is called whenever the function is traced, once for each size of ``batch.tokens``.
     """
 
@@ -76,6 +83,19 @@ def step_program(graph: Any, rows: int, traced: Callable[[], None]) -> Callable[
         drawn = sample(masked(scores, batch.allowed, batch.has_grammar), keys, sampling)
         assert out.past_key_values is not None
         has_overflowed = counted(out.past_key_values).overflowed.any()
-        return StepResult(drawn, has_overflowed, logprobs_of(logits, drawn, batch.has_logprobs)), out.past_key_values
+        logprobs = logprobs_of(logits, drawn, batch.has_logprobs)
+        pooled = _pooled(out.last_hidden_state, ends, last, pooling)
+        return StepResult(drawn, has_overflowed, logprobs, pooled), out.past_key_values
 
     return jax.jit(step, donate_argnums=1)
+
+
+def _pooled(hidden: jax.Array, ends: jax.Array, last: jax.Array, pooling: str) -> jax.Array:
+    """Hidden states [1, N, width], packed, or [R, 1, width], as `StepResult.pooled`."""
+    x = hidden.astype(jnp.float32)
+    if x.shape[1] == 1:
+        return x[:, 0]
+    if pooling == "last":
+        return x[0, last[0]]
+    row = jnp.searchsorted(ends, jnp.arange(x.shape[1]), side="right")  # R for padding, which no row adds
+    return jax.ops.segment_sum(x[0], row, ends.shape[0], indices_are_sorted=True)

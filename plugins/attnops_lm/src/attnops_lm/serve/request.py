@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from attnops_lm.generation.text import TextOfRow
 from attnops_lm.serve.logprobs import TokenLogprob
 
@@ -21,11 +23,13 @@ class Delta(NamedTuple):
         finish_reason: "stop", "length", or "error".
         logprobs: the tokens whose text begins in the text up to here, if the request asks for log-probabilities.
             With 20 likely ones a token needs 3 kB, and 10 kB more while a whole answer is encoded.
+        embedding: float32 [width], of length 1, if the request asks for it; no text comes then.
     """
 
     text: str
     finish_reason: str | None = None
     logprobs: Sequence[TokenLogprob] = ()
+    embedding: np.ndarray | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,6 +46,8 @@ class Request:
             not even the drawn token's.
         constraint: the grammar that the answer follows; None: any text.
         ends: called with each piece of text, from the engine's thread; whether the answer ends with it.
+        embeds: whether the prompt's embedding is asked for, and no text; ``max_tokens`` is 1.
+        pooled: float32 [width], the pooled hidden states of the tokens that are computed, for an embedding.
         row: the row of the batch that computes the request; −1 while it waits.
         number: the order of arrival.
         computed: the number of tokens whose keys and values are in ``pages``.
@@ -65,6 +71,8 @@ class Request:
     logprobs: int | None = None
     constraint: Constraint | None = None
     ends: Callable[[str], bool] | None = None
+    embeds: bool = False
+    pooled: np.ndarray | None = None
     row: int = -1
     number: int = -1
     computed: int = 0

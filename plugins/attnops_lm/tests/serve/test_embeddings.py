@@ -1,0 +1,173 @@
+"""Embeddings: what the endpoint answers and refuses, and that batching, chunks and preemption change no value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import openai
+import pytest
+from lm_server import CHUNK, LENGTH, PAGE, PAGES, FakeEngine, check_pages, running
+from safetensors.numpy import load_file, save_file
+
+from attnops_lm.model import CausalLM
+from attnops_lm.serve import Delta, Engine, Request
+from attnops_lm.serve.limits import Limits
+from attnops_lm.serve.loading import pooling_of
+from attnops_lm.serve.program import StepBatch, StepResult
+from attnops_lm.testing import Characters, small
+
+
+class Counting(FakeEngine):
+    """The hidden states of a row are its last token and 0, and 0, 0."""
+
+    def _call(self, batch: StepBatch) -> StepResult:
+        last = np.zeros((self.rows, 4), np.float32)
+        for row in np.flatnonzero(batch.counts):
+            end = int(batch.counts[: row + 1].sum()) if len(batch.tokens) > self.rows else row + 1
+            last[row] = 3 * batch.tokens[end - 1], 4 * batch.tokens[end - 1], 0, 0
+        return super()._call(batch)._replace(pooled=last)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running(Counting(max_length=64, max_waiting=8)) as (_, url, _):
+        yield f"{url}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("given", ["ab", ["ab", "c" * 30], [1, 2], [[1, 2], [3]]])
+def test_each_text_has_an_embedding_of_length_1(client: openai.OpenAI, given: Any) -> None:
+    count = 2 if isinstance(given[0], list) or len(given[-1:][0] if isinstance(given[0], str) else "") > 2 else 1
+    answer = client.embeddings.create(model="fake", input=given)  # in base64, unless a format is given
+    assert [x.index for x in answer.data] == list(range(count))
+    for item in answer.data:
+        np.testing.assert_allclose(item.embedding, [0.6, 0.8, 0, 0], rtol=1e-6)
+    tokens = sum(len(x) for x in (given if count == 2 else [given]))
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (tokens, tokens)
+    numbers = client.embeddings.create(model="fake", input=given, encoding_format="float")
+    assert [x.embedding for x in numbers.data] == [x.embedding for x in answer.data]
+
+
+def test_fewer_dimensions_have_length_1_too(client: openai.OpenAI) -> None:
+    assert client.embeddings.create(model="fake", input="a", dimensions=1).data[0].embedding == [1.0]
+    np.testing.assert_allclose(
+        client.embeddings.create(model="fake", input="a", dimensions=4).data[0].embedding, [0.6, 0.8, 0, 0], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"dimensions": 5}, "dimensions: 5 must be at most the model's width, 4; leave it out for all"),
+        ({"dimensions": 0}, "dimensions: Input should be greater than or equal to 1"),
+        ({"input": ""}, "input: it has no tokens"),
+        ({"input": []}, "input: it has no tokens"),
+        ({"input": ["a", ""]}, "input: it has no tokens"),
+        ({"input": [96]}, "input: token ids must be from 0 to 95"),
+        ({"input": ["a"] * 9}, "input: 9 inputs in a call must be at most 8; send several calls"),
+        ({"input": "a" * 64}, "input: its 64 tokens must be fewer than the context, 64; send less text"),
+        (
+            {"encoding_format": "int8"},
+            'encoding_format: "int8" is not served; leave it out or send "float" or "base64"',
+        ),
+        ({"truncate": True}, "truncate: no such field"),
+    ],
+)
+def test_what_can_not_be_embedded_is_refused(url: str, body: dict[str, Any], message: str) -> None:
+    response = httpx.post(f"{url}/embeddings", json={"model": "fake", "input": "a"} | body, timeout=60)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == message
+
+
+def test_a_hidden_state_without_a_direction_is_an_error(url: str) -> None:
+    response = httpx.post(f"{url}/embeddings", json={"model": "fake", "input": [1, 0]}, timeout=60)
+    assert response.status_code == 500
+    assert "have length 0.0, and can't be scaled to length 1" in response.json()["error"]["message"]
+    assert httpx.post(f"{url}/embeddings", json={"model": "fake", "input": [1]}, timeout=60).status_code == 200
+
+
+def test_tokens_of_a_client_are_the_texts_alone() -> None:
+    with running(Counting(), limits=Limits(tokens=10)) as (_, url, _):
+        texts = {"model": "fake", "input": ["aaaa", "aaaaa"]}
+        assert [httpx.post(f"{url}/v1/embeddings", json=texts, timeout=60).status_code for _ in range(3)] == [
+            200, 200, 429
+        ]  # fmt: skip
+
+
+def direct(model: CausalLM, tokens: list[int], pooling: str) -> np.ndarray:
+    """By a call on the tokens alone, without caches."""
+    hidden = np.asarray(model(jnp.asarray([tokens])).last_hidden_state[0], np.float64)
+    x = hidden[-1] if pooling == "last" else hidden.mean(0)
+    return np.asarray(x / np.linalg.norm(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "pooling"), [("llama", "last"), ("llama", "mean"), ("qwen3_next", "mean")])
+def test_embeddings_equal_the_model_called_alone(family: str, pooling: str) -> None:
+    model = small(family)
+    sizes = {"rows": 4, "pages": PAGES, "page_size": PAGE, "max_length": LENGTH, "chunks": [CHUNK]}
+    engine = Engine(model, Characters(), pooling=pooling, **sizes)  # type: ignore[arg-type]
+    engine.warm()
+    generator, found, texts = np.random.default_rng(0), dict[int, Delta](), list[str]()
+    prompts = [generator.integers(0, 96, n).tolist() for n in (1, 5, CHUNK, 40, 40, 61, 17)]
+    prompts.append([*prompts[3][:32], 7, 8])  # shares pages, if the pooling allows it
+
+    def embed(i: int) -> Request:
+        return Request(list(prompts[i]), 1, embeds=True, emit=lambda delta: found.update({i: delta}))
+
+    # Answers that generate at the same time need more pages than there are with them.
+    engine.submit(*(Request(list(prompts[4]), 20, emit=lambda delta: texts.append(delta.text)) for _ in range(2)))
+    engine.submit(*map(embed, range(len(prompts))))
+    while engine.step():
+        check_pages(engine)
+    assert engine.counts["preempted"] > 0 or family == "qwen3_next"  # whose rows share no pages
+    assert engine.counts["traces"] == 2
+    assert len("".join(texts)) == 40
+    for i, prompt in enumerate(prompts):
+        assert found[i].finish_reason == "stop", found[i]
+        embedding = found[i].embedding
+        assert embedding is not None
+        assert embedding.dtype == np.float32
+        np.testing.assert_allclose(embedding, direct(model, prompt, pooling), atol=2e-5)
+    assert np.abs(found[3].embedding - found[4].embedding).max() > 0.1  # type: ignore[operator]
+    assert not engine.running
+    assert engine.pages.available == PAGES
+
+
+def test_an_unknown_pooling_is_refused() -> None:
+    with pytest.raises(ValueError, match="pooling='cls' must be one of last, mean"):
+        FakeEngine(pooling="cls")
+
+
+def test_the_pooling_is_the_checkpoints(tmp_path: Path) -> None:
+    assert (pooling_of(None), pooling_of(str(tmp_path))) == ("last", "last")
+    (tmp_path / "1_Pooling").mkdir()
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.write_text(json.dumps({"word_embedding_dimension": 4, "pooling_mode_mean_tokens": True}))
+    assert pooling_of(str(tmp_path)) == "mean"
+    file.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}))
+    with pytest.raises(ValueError, match="has pooling_mode_cls_token, but the server pools by one of"):
+        pooling_of(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_files_of_a_model_without_a_head_are_read(tmp_path: Path) -> None:
+    model = small(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name.removeprefix("model."): x for name, x in load_file(file).items()}, file, {"format": "pt"})
+    again = CausalLM.from_pretrained(tmp_path)
+    ids = jnp.asarray([[1, 2, 3]])
+    assert jax.tree.leaves(again(ids).logits)[0].tolist() == model(ids).logits.tolist()

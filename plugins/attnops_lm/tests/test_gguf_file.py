@@ -13,8 +13,9 @@ from lm_model import call, tokens
 from safetensors.numpy import load_file
 
 from attnops_lm import gguf_file
-from attnops_lm.gguf_file import ARCHITECTURES, load_gguf, tokenizer_of
+from attnops_lm.gguf_file import ARCHITECTURES, config_of_gguf, load_gguf, tokenizer_of
 from attnops_lm.model import CausalLM
+from attnops_lm.serve.loading import parse_mesh
 from attnops_lm.testing import small
 from attnops_lm.tokenizer import _BYTES
 
@@ -126,10 +127,46 @@ def test_texts_begin_with_the_token_that_the_file_says(tmp_path: Path) -> None:
         assert tokenizer.eos_ids == (PIECES.index("<|end|>"), 7, PIECES.index("<|eot_id|>"))
 
 
-def test_weights_are_not_read_if_frequencies_are_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def llama3_divisors(base: float, D: int, factor: float) -> np.ndarray:
+    """By the formula of llama.cpp's converter, token by token."""
+    divisors = []
+    for frequency in base ** -(np.arange(0, D, 2) / D):
+        length = 2 * np.pi / frequency
+        blend = (8192 / length - 1) / (4 - 1)
+        between = 1 / ((1 - blend) / factor + blend)
+        divisors.append(1.0 if length < 8192 / 4 else factor if length > 8192 else between)
+    return np.asarray(divisors, np.float32)
+
+
+def test_frequencies_of_llama_3_1_are_read(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }  # fmt: skip
+    changes = {"vocab_size": len(PIECES), "head_dim": 8, "tie_word_embeddings": False, "rope_theta": 5e5}
+    model = small("llama", rope_scaling=scaling, **changes)
+    divisors = llama3_divisors(5e5, 8, 32.0)
+    assert (divisors[0], 1 < divisors[2] < 32, divisors[3]) == (1, True, 32)
+    path = write(tmp_path / "model.gguf", model, tensors={"rope_freqs.weight": divisors})
+    found, _ = load_gguf(path)
+    assert found.config.rotary == model.config.rotary == config_of_gguf(path).rotary
+    ids = tokens((2, 9))
+    np.testing.assert_allclose(call(found, ids).logits, call(model, ids).logits, rtol=1e-5, atol=1e-5)
+    sharded, _ = load_gguf(path, mesh=parse_mesh("tp=2"))
+    up = sharded.layers[0].mlp.up.kernel[...]
+    assert [x.data.shape for x in up.addressable_shards] == [(32, 24)] * 2
+    np.testing.assert_array_equal(up, model.layers[0].mlp.up.kernel[...])
+
+
+def test_weights_are_not_read_if_frequencies_are_scaled_in_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gguf_file, "set_weights", None)
-    path = write(tmp_path / "model.gguf", model_of("llama"), tensors={"rope_freqs.weight": np.ones(4, np.float32)})
-    with pytest.raises(ValueError, match=r"has rope_freqs\.weight: it scales rotary frequencies, as Llama 3\.1 does"):
+    divisors = {"rope_freqs.weight": np.arange(1, 5, dtype="f4")}
+    path = write(tmp_path / "model.gguf", model_of("llama"), tensors=divisors)
+    with pytest.raises(
+        ValueError, match=r"rope_freqs\.weight divides rotary frequencies by 1 to 4, and not as Llama 3"
+    ):
         load_gguf(path)
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
+    from attnops_lm.config import Config
     from attnops_lm.model import Decoder
     from attnops_lm.sharding import PartitionRules
 
@@ -156,6 +157,11 @@ def load(
         )
     model.origin = Origin(directory)
     return model
+
+
+def config_of_directory(directory: Path) -> Config:
+    """The config of a directory's ``config.json``; see `load`."""
+    return config_from_hf(_hf_config(directory))
 
 
 def _hf_config(directory: Path) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def test_what_only_labels_a_request_is_taken(label: dict[str, Any]) -> None:
     "body",
     [
         PROMPT | {"presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "echo": False, "suffix": None},
+        PROMPT | {"repetition_penalty": 1.0, "logprobs": None},
         CHAT | {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]},
         CHAT | {"response_format": {"type": "text"}, "logprobs": False, "logit_bias": {}, "n": 1},
         CHAT | {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},

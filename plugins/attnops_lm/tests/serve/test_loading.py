@@ -100,6 +100,15 @@ def test_what_is_no_mesh_is_refused(text: str) -> None:
         parse_mesh(text)
 
 
+@pytest.mark.slow
+def test_a_mesh_for_experts_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    for path in (checkpoint, None):
+        with pytest.raises(ValueError, match="ep=2 must be 1 for a model without experts"):
+            load_model(path, "flash", mesh=parse_mesh("ep=2,tp=2"))
+
+
 def test_what_can_not_be_loaded_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mesh='tp=999' needs 999 devices, but JAX has 8 of cpu"):
         parse_mesh("tp=999")

@@ -157,6 +157,7 @@ class Body(Strict):
     n: Annotated[int, Field(ge=1, le=128)] | None = 1
     frequency_penalty: Penalty | None = 0.0
     presence_penalty: Penalty | None = 0.0
+    repetition_penalty: Annotated[Any, AfterValidator(Only((None, 1.0)))] = None  # which `vllm bench serve` sends
     logit_bias: NoDict = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

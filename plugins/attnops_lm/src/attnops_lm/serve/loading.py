@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from attnops.sharding import create_mesh
+from attnops_lm.checkpoint import config_of_directory
 from attnops_lm.dtypes import floating
-from attnops_lm.gguf_file import load_gguf, smollm2_path
+from attnops_lm.gguf_file import config_of_gguf, load_gguf, smollm2_path
 from attnops_lm.model import CausalLM
 from attnops_lm.quantize import QuantizationConfig
 from attnops_lm.tokenizer import Tokenizer
@@ -57,15 +58,15 @@ def load_model(
         raise ValueError(f"quantize={quantize!r} must be one of {', '.join(QUANTIZED)}")
     options: dict[str, Any] = {"operation": operation, "dtype": _dtype(dtype)}
     path = smollm2_path() if checkpoint is None else Path(checkpoint)
-    if path.is_file():
-        model, tokenizer = load_gguf(path, **options)
-        model = model if mesh is None else model.shard_model(mesh=mesh)
+    is_gguf = path.is_file()
+    tokenizer = None if is_gguf else Tokenizer.from_pretrained(path)  # first: weights take long to read
+    if mesh is not None:
+        check_mesh(config_of_gguf(path) if is_gguf else config_of_directory(path), mesh)
+    if tokenizer is None:
+        model, tokenizer = load_gguf(path, mesh=mesh, **options)
     else:
-        tokenizer = Tokenizer.from_pretrained(path)  # first: weights take long to read
         model = CausalLM.from_pretrained(path, mesh=mesh, **options)
         tokenizer.eos_ids = model.config.eos_token_ids or tokenizer.eos_ids
-    if mesh is not None:
-        check_mesh(model.config, mesh)
     if quantize is not None:
         model = model.quantize(QUANTIZED[quantize])
         model = model if mesh is None else model.shard_model(mesh=mesh)

@@ -8,6 +8,7 @@ folder may be the same) and ``--llama PYTHON``, an interpreter with xllamacpp, w
 All have the same weights, dequantised from GGUF once, in float32, and in 4 bits where a server has these. The same
 prompts come from ``--clients`` clients, each of which waits for its answer. Answers are greedy and end at
 ``--tokens``. Each server is warmed with some requests, measured, and ended before the next one starts.
+`transformers serve` sends its first event before it has a token, so that the time of its first token says nothing.
 """
 
 from __future__ import annotations
@@ -144,7 +145,10 @@ def measure(contender: Contender, given: argparse.Namespace, folder: Path) -> di
     ]  # fmt: skip
     with running(contender, given, folder / "log"):
         subprocess.run(load, check=True, stdout=sys.stderr, env=others() | {"VLLM_LOGGING_LEVEL": "WARNING"})
-    return dict(json.loads((folder / "result.json").read_text()))
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    if result["completed"] < 0.9 * given.requests:  # a server may close a connection that a client uses again
+        raise RuntimeError(f"{contender.name} answered {result['completed']} of {given.requests} requests")
+    return result
 
 
 def others() -> dict[str, str]:
@@ -157,12 +161,12 @@ def table(results: list[dict[str, Any]]) -> Table:
     columns = {
         "output tokens/s": ("output_throughput", 1), "first token, s": ("mean_ttft_ms", 1e3),
         "99 %": ("p99_ttft_ms", 1e3), "ms a token": ("mean_tpot_ms", 1), "answer, s": ("mean_e2el_ms", 1e3),
-        "tokens": ("total_output_tokens", 1),
+        "tokens": ("total_output_tokens", 1), "answers": ("completed", 1),
     }  # fmt: skip
     found = Table("server", "weights", *columns, "of the first")
     for x in results:
         ratio = x["output_throughput"] / results[0]["output_throughput"]
-        figures = (f"{x[name] / unit:.1f}" for name, unit in columns.values())
+        figures = (f"{x[name] / unit:.{1 if isinstance(x[name], float) else 0}f}" for name, unit in columns.values())
         found.add_row(x["name"], x["weights"], *figures, f"{ratio:.2f}")
     return found
 
@@ -192,7 +196,7 @@ def main() -> None:
             results.append({"name": contender.name, "weights": contender.weights} | result)
             if given.json:
                 given.json.write_text(json.dumps(results))
-    console = Console()
+    console = Console(width=150)
     console.print(describe_machine(), f"jax {metadata.version('jax')}", soft_wrap=True)
     console.print(table(results))
 

@@ -102,10 +102,11 @@ class TextAnswer(Answer):
         has_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         empty = {"usage": None} if has_usage else {}
         try:
-            if self.is_chat:
-                for i in range(len(self.requests)):
-                    yield _event(self.envelope([self.choice(i, [Delta("")], True, is_first=True)], True) | empty)
+            begun: set[int] = set()
             async for i, delta in self.deltas():
+                if self.is_chat and i not in begun:  # not sooner: clients take the time of the first event
+                    yield _event(self.envelope([self.choice(i, [Delta("")], True, is_first=True)], True) | empty)
+                    begun.add(i)
                 choice = self.choice(i, [delta], True)
                 if choice.get("text") or choice.get("delta") or choice["finish_reason"] or choice["logprobs"]:
                     yield _event(self.envelope([choice], True) | empty)

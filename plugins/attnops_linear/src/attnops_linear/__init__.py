@@ -6,13 +6,13 @@ attnops: ``OperationRegistry.create("linear_attention", metadata)``. `StateCache
 
 from attnops_linear._version import __version__
 from attnops_linear.conv import CausalConv1d, ConvOutput
-from attnops_linear.operation import LinearArguments, LinearAttention
+from attnops_linear.operation import LinearArguments, LinearAttention, Reverse
 from attnops_linear.output import LinearOutput
 from attnops_linear.reference import reference
 from attnops_linear.request import LinearRequest
 from attnops_linear.state import StateCache
 
 __all__ = [
-    "CausalConv1d", "ConvOutput", "LinearArguments", "LinearAttention", "LinearOutput", "LinearRequest", "StateCache",
-    "__version__", "reference",
+    "CausalConv1d", "ConvOutput", "LinearArguments", "LinearAttention", "LinearOutput", "LinearRequest", "Reverse",
+    "StateCache", "__version__", "reference",
 ]  # fmt: skip

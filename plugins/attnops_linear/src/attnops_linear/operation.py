@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from attnops import BaseOperation, Call, Request
 from attnops_linear.binding import bind_linear
 from attnops_linear.chunks import FEW, linear_attention
+from attnops_linear.derivatives import differentiable
 from attnops_linear.described import described
 from attnops_linear.masks import Tokens
 from attnops_linear.nonfinite import apart, apart_if_needed
@@ -26,6 +27,19 @@ if TYPE_CHECKING:
     from attnops.masks import Mask
     from attnops.typing import Function
     from attnops_caches import Rows
+
+
+class Reverse(NamedTuple):
+    """The kernels of reverse mode.
+
+    Attributes:
+        forward: a function of the arguments of a kernel that gives the output, and what ``backward`` needs.
+        backward: a function of the metadata, what ``forward`` kept, the gradients of the output, and its arguments but
+            for ``return_state``, that gives the gradients of the arrays by name.
+    """
+
+    forward: Callable[..., tuple[LinearOutput, Any]]
+    backward: Callable[..., dict[str, jax.Array]]
 
 
 class LinearArguments(TypedDict, total=False):
@@ -174,18 +188,21 @@ class LinearAttention(BaseOperation):
             outputs = jnp.where(is_token[:, :, None, None], outputs, 0)
         return LinearOutput(outputs.astype(query.dtype), state if return_state else None)
 
-    def with_native_derivatives(
+    def with_derivatives(
         self,
         kernel: Callable[..., LinearOutput],
+        reverse: Reverse | None,
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
         **options: Unpack[LinearArguments],
     ) -> LinearOutput:
-        """What a kernel computes, with the derivatives of `forward_native`, of all orders.
+        """What a kernel computes, with derivatives of all orders.
 
         Args:
             kernel: a function of the metadata and the arguments of `forward_native`. It is not called without tokens.
+            reverse: kernels for reverse mode of first order. All other derivatives, and with None all, are those of
+                `forward_native`.
             query: [B, T, K, D].
             key: [B, T, K, D].
             value: [B, T, Hv, Dv].
@@ -211,9 +228,26 @@ class LinearAttention(BaseOperation):
                 return apart(forward, arrays)
             return apart_if_needed(forward, arrays)
 
+        def reversible(**arrays: Any) -> LinearOutput:
+            assert reverse is not None
+            forward, shared = (
+                functools.partial(reverse.forward, self.metadata, **static),
+                {"scale": static.get("scale")},
+            )
+
+            def backward(arrays: Any, kept: Any, d: LinearOutput) -> list[jax.Array]:
+                found = reverse.backward(self.metadata, kept, d, **arrays, **shared)
+                return [found[name] for name in sorted(found)]  # the order of a dict's leaves
+
+            output: LinearOutput = differentiable(lambda arrays: forward(**arrays), backward, native, arrays)
+            return output
+
         @run.defjvp
         def tangent(primals: Any, tangents: Any) -> tuple[LinearOutput, LinearOutput]:
-            return run(*primals), jax.jvp(native, primals, tangents)[1]
+            if reverse is None:
+                return run(*primals), jax.jvp(native, primals, tangents)[1]
+            wrapped = apart if _has_documents(primals[0]) else lambda forward, arrays: forward(**arrays)
+            return jax.jvp(functools.partial(wrapped, reversible), primals, tangents)
 
         output: LinearOutput = run(arrays)
         return output

@@ -49,6 +49,32 @@ def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D:
     assert memory.temp_size_in_bytes <= 16 * B * (T + 64) * H * max(D, 128) + 2**22
 
 
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("T", "D", "dtype", "beta"),
+    [(512, 128, "bfloat16", True), (100, 256, "float32", True), (256, 64, "float32", False)],
+)
+@pytest.mark.tier(every=5)
+def test_gradients_compile(generation: str, T: int, D: int, dtype: str, beta: bool) -> None:
+    B, H = 2, 16
+    operation = TPULinearAttention(OperationMetadata(platform="tpu", on_unsupported="error"))
+    q = jax.ShapeDtypeStruct((B, T, H // 2, D), jnp.dtype(dtype))
+    v = jax.ShapeDtypeStruct((B, T, H, D), jnp.dtype(dtype))
+    gate, state = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((B, T, H), (B, H, D, D)))
+
+    def loss(state: jax.Array, q: jax.Array, v: jax.Array, gate: jax.Array) -> jax.Array:
+        rates = {"beta": gate} if beta else {}
+        output = operation(q, q, v, decay=gate, initial_state=state, mode="train", **rates)
+        return output.attention_outputs.astype(jnp.float32).sum()
+
+    compiled = compile_for(jax.grad(loss, argnums=(0, 1, 2, 3)), (state, q, v, gate), generation)
+    assert "linear_attention_backward" in compiled.as_text()
+    # The states before chunks, and some ten arrays of tokens.
+    width = max(D, 128)
+    states, tokens = 4 * B * -(-T // 64) * H * width**2, 4 * B * (T + 64) * H * width
+    assert compiled.memory_analysis().temp_size_in_bytes <= states + 10 * tokens + 2**23
+
+
 def test_products_of_bfloat16_parts_have_their_precision_whatever_is_in_force() -> None:
     operation = TPULinearAttention(OperationMetadata(platform="tpu", on_unsupported="error"))
     x = jax.ShapeDtypeStruct((1, 128, 2, 128), jnp.float32)

@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Unpack
 import jax
 
 from attnops import Limits, OperationMetadata, Reason, Request
-from attnops_linear import LinearArguments, LinearAttention, LinearOutput, LinearRequest
+from attnops_linear import LinearArguments, LinearAttention, LinearOutput, LinearRequest, Reverse
 from attnops_linear.chunks import FEW
 
 # The head dims that vector memory has room for.
@@ -19,7 +19,9 @@ class TPULinearAttention(LinearAttention):
     """Linear attention in Pallas: one kernel for all chunks, with the state in vector memory between them.
 
     Serves TPUs; on other platforms, and for requests that it refuses, the native forward runs. ``metadata.interpret``
-    runs the kernels in Pallas's interpreter on the host. Derivatives of all orders are those of the native forward.
+    runs the kernels in Pallas's interpreter on the host. Of more than 4 tokens, reverse mode of first order is a kernel
+    too, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head and row. All other derivatives
+    are those of the native forward.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {"tpu": Limits(dtypes=frozenset({"float32", "bfloat16"}))}
@@ -49,13 +51,20 @@ class TPULinearAttention(LinearAttention):
             yield (
                 "token by token, in float32" if few else "in chunks of 64 tokens, states in vector memory between them"
             )
-            yield "derivatives are those of the native forward, in plain JAX"
+            native = "those of the native forward, in plain JAX"
+            if few:
+                yield f"derivatives are {native}"
+            else:
+                yield "gradients by a kernel, from the states before the chunks: 4 · D · Dv bytes for 64 tokens"
+                yield f"other derivatives are {native}"
 
     def forward_tpu(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[LinearArguments]
     ) -> LinearOutput:
         """See `attnops_linear.LinearAttention.forward_native`."""
         # Pallas is imported here, so that the plugin can be listed on machines without its requirements.
-        from attnops_tpu.linear.forward import forward
+        from attnops_tpu.linear.backward import backward
+        from attnops_tpu.linear.forward import forward, forward_with_states
 
-        return self.with_native_derivatives(forward, query, key, value, **options)
+        reverse = Reverse(forward_with_states, backward) if query.shape[1] > FEW else None
+        return self.with_derivatives(forward, reverse, query, key, value, **options)

@@ -39,6 +39,7 @@ class LinearPlan:
         beta: whether it is the delta rule.
         passes: the ``count`` of products, see `attnops_tpu.linear.products.product`.
         interpret: whether kernels run in Pallas's interpreter.
+        keeps: whether the forward kernel keeps the states before the chunks.
     """
 
     B: int
@@ -51,6 +52,7 @@ class LinearPlan:
     beta: bool
     passes: int
     interpret: bool
+    keeps: bool = False
 
 
 def plan(

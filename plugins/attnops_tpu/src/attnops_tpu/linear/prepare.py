@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops.typing import DType
 from attnops_linear.gates import before, cumulative, product
 from attnops_tpu.linear.plan import LinearPlan
 from attnops_tpu.linear.products import parts
@@ -57,10 +58,6 @@ def arrays(
     N, pairs = -(-T // CHUNK), -(-plan.heads // 2)
     dtype = jnp.result_type(query, key, value)
 
-    def of_tokens(x: jax.Array, width: int) -> jax.Array:
-        x = jnp.pad(zeroed(x, is_token), ((0, 0), (0, N * CHUNK - T), (0, 0), (0, width - x.shape[3])))
-        return x.astype(dtype).reshape(B, N * CHUNK, -1)
-
     def of_heads(x: jax.Array | None) -> jax.Array:
         """[B, H, N, C, 1] float32, of an array [H], [B, T, H] or [B, T, 1]; 0 for None."""
         x = jnp.zeros((B, T, 1), jnp.float32) if x is None else jnp.broadcast_to(x, (B, T, x.shape[-1]))
@@ -87,7 +84,8 @@ def arrays(
     columns = jnp.pad(columns, (*[(0, 0)] * 4, (0, GATES - columns.shape[4]), (0, 0), (0, 0)))
     columns = columns.reshape(B, -1, N, 2 * GATES, pairs * CHUNK)
     return Arrays(
-        of_tokens(query, plan.D), of_tokens(key, plan.D), of_tokens(value, plan.Dv),
+        of_tokens(query, plan.D, is_token, dtype), of_tokens(key, plan.D, is_token, dtype),
+        of_tokens(value, plan.Dv, is_token, dtype),
         jnp.pad(jnp.concatenate(rows, axis=3), (*[(0, 0)] * 3, (0, GATES - len(rows)), (0, 0))),
         jnp.concatenate(parts(columns, _PARTS), axis=3),
         padded_state(plan, initial_state, B, H),
@@ -102,6 +100,13 @@ def copies() -> jax.Array:
         blocks += [(gate == len(OF_PAIR) + i) & (head == one) & (second >= 0) for one in range(2)]
     found = np.concatenate(np.broadcast_arrays(*blocks), axis=-1).reshape(2 * GATES, -1)
     return jnp.asarray(np.tile(found, (_PARTS, 1)), jnp.bfloat16)
+
+
+def of_tokens(x: jax.Array, width: int, is_token: jax.Array | None, dtype: DType) -> jax.Array:
+    """[B, N · C, heads · width] of an array [B, T, heads, last]."""
+    B, T = x.shape[:2]
+    x = jnp.pad(zeroed(x, is_token), ((0, 0), (0, -T % CHUNK), (0, 0), (0, width - x.shape[3])))
+    return x.astype(dtype).reshape(B, T + -T % CHUNK, -1)
 
 
 def zeroed(x: jax.Array, is_token: jax.Array | None) -> jax.Array:

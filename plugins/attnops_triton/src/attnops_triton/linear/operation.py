@@ -60,4 +60,4 @@ class TritonLinearAttention(LinearAttention):
         # Triton is imported here, so that the plugin can be listed on machines without it.
         from attnops_triton.linear.forward import forward
 
-        return self.with_native_derivatives(forward, query, key, value, **options)
+        return self.with_derivatives(forward, None, query, key, value, **options)

@@ -143,9 +143,9 @@ def needed(refs: PyTree, sublanes: int = 8) -> int:
 
 
 def _bytes(shape: Sequence[Any], dtype: DType, sublanes: int) -> int:
-    """Bytes of an array, whose last two axes are padded to registers; a row, and ``sublanes`` of any dtype, are not."""
-    *outer, rows, lanes = (1 if n is None else int(n) for n in shape)
+    """Bytes of an array, whose last two axes are padded to registers; rows that divide ``sublanes`` are not."""
+    *outer, rows, lanes = (1 if n is None else int(getattr(n, "block_size", n)) for n in shape)
     itemsize = jnp.dtype(dtype).itemsize
     of_register = sublanes * 4 // itemsize
-    rows = rows if rows in (1, sublanes) else -(-rows // of_register) * of_register
+    rows = rows if sublanes % rows == 0 else -(-rows // of_register) * of_register
     return math.prod(outer) * rows * -(-lanes // _LANES) * _LANES * itemsize

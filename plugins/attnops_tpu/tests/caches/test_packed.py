@@ -51,7 +51,7 @@ def test_each_query_is_in_a_tile_of_its_row(name: str) -> None:
         aval = jax.ShapeDtypeStruct((B, 16, 1, 8), jnp.float32)
         (made,) = unpacked(FlashCall(OperationMetadata(block_q=bq), query, aval, aval, mask=Queries(rows)), cache)
         fields = made._replace(call=made.call.query, of_keys=jnp.zeros(made.of_keys is not None))
-        out, lse = packed(made, made.call.query, made.call.query[..., 0].swapaxes(1, 2))
+        out, lse = packed(made, made.call.query, 0.0), packed(made, made.call.query[..., 0], -np.inf)
         return fields, out, lse
 
     result, out, lse = jax.tree.map(np.asarray, jax.jit(run)(rows))
@@ -74,7 +74,7 @@ def test_each_query_is_in_a_tile_of_its_row(name: str) -> None:
     lengths = [n for i, n in zip(runs, np.diff(np.r_[runs, N]), strict=True) if rows[i] >= 0]
     assert sum(map(bool, has)) == sum(-(-n // bq) for n in lengths)
     np.testing.assert_array_equal(out[0, :, 0, 0], np.where(rows >= 0, np.arange(1, N + 1), 0))
-    np.testing.assert_array_equal(lse[0, 1], np.where(rows >= 0, np.arange(1, N + 1), -np.inf))
+    np.testing.assert_array_equal(lse[0, :, 1], np.where(rows >= 0, np.arange(1, N + 1), -np.inf))
 
 
 def a_cache(B: int) -> Any:
@@ -103,7 +103,7 @@ def test_rows_with_many_queries_have_large_tiles_as_far_as_there_are_any(name: s
         cache.kv_heads = 8
         with target("v6e"):
             made = unpacked(FlashCall(OperationMetadata(), query, aval, aval, mask=Queries(rows)), cache)
-        return [(x.is_real, x.exists, packed(x, x.call.query, None)[0]) for x in made]
+        return [(x.is_real, x.exists, packed(x, x.call.query, 0.0)) for x in made]
 
     small_tiles, large_tiles = jax.tree.map(np.asarray, jax.jit(run)(rows))
     np.testing.assert_array_equal(large_tiles[0], np.isin(rows, large))

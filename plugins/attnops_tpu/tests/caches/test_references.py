@@ -60,7 +60,7 @@ def indices(x: Input | Output, plan: CachePlan) -> list[tuple[int, ...]]:
         ]
 
 
-OPTIONAL = {"by_row", "new", "prompts", "lse", "scores", "by_key", "by_key_buffer", "written", "scales"}
+OPTIONAL = {"packed", "by_row", "new", "prompts", "lse", "scores", "by_key", "by_key_buffer", "written", "scales"}
 MASK = KeyPadding(np.arange(64)[None] < 9).bind(3, 4, 1, 64)
 PADDING = describe((1, 64), MASK, None, None, 0.0, False, by_row=True)
 

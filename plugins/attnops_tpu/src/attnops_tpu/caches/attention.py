@@ -17,7 +17,8 @@ from attnops.kernels import FlashCall, describe, equally_varying, one_by_one
 from attnops_caches import NewTokens, PagedCache, StoredCache, WindowCache
 from attnops_caches.masks import without_table
 from attnops_tpu.caches.batches import run_in_batches
-from attnops_tpu.caches.item import run_item
+from attnops_tpu.caches.in_place import can_be_in_place, packed_arrays
+from attnops_tpu.caches.item import run_step
 from attnops_tpu.caches.mixed import mixed_plan, run_mixed
 from attnops_tpu.caches.new_tokens import written
 from attnops_tpu.caches.operands import KernelInputs, KernelResults, arrays, in_main_memory, outputs, queries
@@ -59,17 +60,20 @@ def cached_attention(
     for batch in batches:
         # The first kernel writes all new tokens.
         plan, inputs = _inputs(batch.call, cache, wants_lse, *((None, None) if given else (new, of_prompts)), batch)
+        if plan.N and given:
+            assert inputs.packed is not None
+            inputs = inputs._replace(packed=inputs.packed._replace(out=results.out))
         results = run_in_batches(_run, plan, inputs)
         cache = _written(cache, results)
         given.append(_outputs(plan, results, batch))
-    return *_joined(batches, given), cache
+    return *_joined(batches, given, plan.N > 0), cache
 
 
 def _mixed(
     batches: list[Unpacked], cache: CacheType, wants_lse: bool, new: NewTokens | None, of_prompts: NewTokens | None
 ) -> tuple[jax.Array, jax.Array | None, CacheType] | None:
     """`cached_attention` of small and large tiles by one kernel; None if it can't compute both."""
-    tile = min(make_plan(x.call, cache, wants_lse, True).bk for x in batches)
+    tile = min(make_plan(x.call, cache, wants_lse, x).bk for x in batches)
     calls = [x.call.replace(metadata=x.call.metadata.replace(block_k=tile)) for x in batches]
     of_small = _inputs(calls[0], cache, wants_lse, new, of_prompts, batches[0])
     of_large = _inputs(calls[1], cache, wants_lse, None, None, batches[1])
@@ -78,7 +82,7 @@ def _mixed(
         return None
     results = run_mixed(plan, of_small[1], of_large[1], (batches[0].exists, batches[1].exists))
     given = [_outputs(*x) for x in zip(plan, results, batches, strict=True)]
-    return *_joined(batches, given), _written(cache, results[0])
+    return *_joined(batches, given, plan.small.N > 0), _written(cache, results[0])
 
 
 def _inputs(
@@ -93,7 +97,7 @@ def _inputs(
     mask, slots = (None, None) if call.mask is None else without_table(call.mask)
     items_mask, call = call.mask, dataclasses.replace(call, mask=mask)
     of_keys = None if of_tiles is None else of_tiles.of_keys
-    plan = make_plan(call, cache, wants_lse, of_tiles is not None, of_keys is not None)
+    plan = make_plan(call, cache, wants_lse, of_tiles, of_keys is not None)
     store, blocks = cache.store, cache.store.flat_blocks()
     if of_keys is not None and of_keys.mask is not None:
         of_keys = of_keys.replace(mask=without_table(of_keys.mask)[0])
@@ -105,7 +109,7 @@ def _inputs(
         new, of_prompts = None, new
     new_tokens = None if new is None else written(plan, new, store.base, blocks)
     inputs = KernelInputs(
-        query=queries(plan, call.query),
+        query=queries(plan, call.query if of_tiles is None or not plan.N else of_tiles.query),
         sources=tuple(blocks.values()),
         tables=_tables(plan, cache),
         block=jnp.asarray(store.base, jnp.int32)[None],
@@ -113,6 +117,7 @@ def _inputs(
         schedule=schedule(plan, items_mask, slots, new_tokens, None if of_tiles is None else of_tiles.row),
         new=new_tokens,
         prompts=None if of_prompts is None else prompts(plan, of_prompts, store.base, blocks),
+        packed=packed_arrays(plan, of_tiles.first, of_tiles.count) if of_tiles is not None and plan.N else None,
     )
     return plan, inputs
 
@@ -128,26 +133,32 @@ def _written(cache: CacheType, results: KernelResults) -> CacheType:
 
 def _outputs(plan: CachePlan, results: KernelResults, of_tiles: Unpacked | None) -> tuple[jax.Array, jax.Array | None]:
     """The output [B, T, H, Dv] and the logsumexp [B, H, T] of a kernel, of packed rows if it had tiles of those."""
-    lse = results.lse
+    lse, out = results.lse, results.out[..., plan.value_lanes - plan.Dv :]
     if lse is not None:
-        lse = outputs(plan, lse.swapaxes(2, 3) if plan.transposed else lse[..., :1])[..., 0].swapaxes(1, 2)
-    out = outputs(plan, results.out[..., plan.value_lanes - plan.Dv :])
-    if of_tiles is not None:
-        return packed(of_tiles, out, lse)
-    return out, lse
+        lse = outputs(plan, lse.swapaxes(2, 3) if plan.transposed else lse[..., :1])[..., 0]
+        lse = (lse if of_tiles is None else packed(of_tiles, lse, -np.inf)).swapaxes(1, 2)
+    if plan.N:
+        return out.reshape(1, plan.N, plan.H, plan.Dv), lse
+    out = outputs(plan, out)
+    return out if of_tiles is None else packed(of_tiles, out, 0.0), lse
 
 
-def _joined(batches: Sequence[Unpacked], given: Sequence[_Output]) -> _Output:
+def _joined(batches: Sequence[Unpacked], given: Sequence[_Output], in_place: bool) -> _Output:
     """The results of several batches together."""
     out, lse = given[0]
     for batch, (more, more_lse) in zip(batches[1:], given[1:], strict=True):
-        out = jnp.where(batch.is_real[:, None, None], more, out)
+        # What is written in place has the outputs of the kernels before too.
+        out = more if in_place else jnp.where(batch.is_real[:, None, None], more, out)
         lse = None if lse is None or more_lse is None else jnp.where(batch.is_real, more_lse, lse)
     return out, lse
 
 
 def make_plan(
-    call: FlashCall, cache: StoredCache, wants_lse: bool, is_packed: bool = False, keys_by_cache_row: bool = False
+    call: FlashCall,
+    cache: StoredCache,
+    wants_lse: bool,
+    of_tiles: Unpacked | None = None,
+    keys_by_cache_row: bool = False,
 ) -> CachePlan:
     """The plan of a call; see `cached_attention` and `CachePlan`."""
     (B, T, H, D), metadata = call.query.shape, call.metadata
@@ -171,7 +182,8 @@ def make_plan(
     # The matrix unit computes float32 products in one bfloat16 pass or in six; HIGH runs in six too.
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return CachePlan(
-        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=layout.width, is_packed=is_packed,
+        B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=layout.width, is_packed=of_tiles is not None,
+        N=of_tiles.query.shape[0] if of_tiles is not None and can_be_in_place(H // K) else 0,
         keys_by_cache_row=keys_by_cache_row, is_ring=isinstance(cache, WindowCache),
         is_paged=isinstance(cache, PagedCache),
         sublanes=chip.sublanes, cores=chip.cores, dtype=dtype, stored=jnp.dtype(layout.stored_dtype),
@@ -215,7 +227,7 @@ def _run(plan: CachePlan, inputs: KernelInputs) -> KernelResults:
     inputs = equally_varying(inputs)
     refs = references(plan, in_main_memory(plan, inputs))
     out, *rest = call_kernel(
-        functools.partial(run_item, plan), refs, "attnops_ragged",
+        functools.partial(run_step, plan), refs, "attnops_ragged",
         grid=(plan.cores, plan.items // plan.cores),
         params=pltpu.CompilerParams(
             dimension_semantics=(PARALLEL, ARBITRARY),

@@ -10,6 +10,7 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 
+from attnops_tpu.caches.in_place import Places
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.operands import CacheArrays, KernelInputs, KernelResults
 from attnops_tpu.caches.plan import CachePlan
@@ -26,6 +27,7 @@ def run_in_batches(
     new = inputs.new
     # A row that writes also has its first and last slot, and its blocks.
     words = 0 if new is None else 2 + new.blocks.shape[0] // plan.B
+    words += 0 if inputs.packed is None else 2
     most = rows_a_call(plan.nq, words, words_of(inputs.prompts))
     if most >= plan.B:
         return run(plan, inputs)
@@ -37,8 +39,10 @@ def run_in_batches(
         results = run(of_rows, _Batch(plan, of_rows, first).inputs(inputs))
         # The first call has written all prompts.
         inputs = inputs._replace(sources=results.sources or inputs.sources, prompts=None)
+        if inputs.packed is not None:
+            inputs = inputs._replace(packed=inputs.packed._replace(out=results.out))
         by_batch.append(results)
-    out = jnp.concatenate([results.out for results in by_batch])
+    out = jnp.concatenate([results.out for results in by_batch]) if inputs.packed is None else inputs.packed.out
     lse = [results.lse for results in by_batch if results.lse is not None]
     # Calls after the first may write nothing, and then return no sources.
     written = inputs.sources if by_batch[0].sources else ()
@@ -55,15 +59,16 @@ class _Batch:
 
     def inputs(self, inputs: KernelInputs) -> KernelInputs:
         """The inputs of these rows."""
-        plan = self.plan
+        plan, packed = self.plan, inputs.packed
         return inputs._replace(
-            query=self.items(inputs.query),
+            query=self.items(inputs.query) if packed is None else inputs.query,
             tables=inputs.tables if plan.is_packed else tuple(map(self.pieces, inputs.tables)),
             # A row of a storage without pages has the block of its number.
             block=inputs.block if plan.is_paged or plan.is_packed else inputs.block + self.first,
             values=self.values(inputs.values),
             schedule=self.schedule(inputs.schedule),
             new=None if inputs.new is None else self.written(inputs.new),
+            packed=None if packed is None else packed._replace(places=Places(*map(self.items, packed.places))),
         )
 
     def items(self, x: jax.Array) -> jax.Array:

@@ -98,7 +98,7 @@ class Chunk:
     def _apply(
         self, function: Elementwise, scores: jax.Array | None, q: jax.Array, kv: jax.Array, given: list[Leaf]
     ) -> jax.Array:
-        h = self.head * self.plan.G + lax.div(self._row(), jnp.int32(self.plan.bq))
+        h = self.head * self.plan.G + self.plan.head_of(self._row())
         return function.apply(scores, self.tile.entry, h, q, kv, given, (), REPLACEMENTS)
 
     def _values(self, name: str) -> list[Leaf]:
@@ -126,10 +126,12 @@ class Chunk:
             rows = lax.bitcast_convert_type(rows, jnp.float32)
         if plan.transposed:
             columns = [_to_column(plan, rows[g : g + 1]) for g in range(count)]
-            of_head = lax.div(self._row(), jnp.int32(plan.bq))
+            of_head = plan.head_of(self._row())
             return functools.reduce(lambda x, g: jnp.where(of_head >= g, columns[g], x), range(1, count), columns[0])
         if count == 1 or plan.bq == 1:
             return rows
+        if plan.N:
+            return jnp.concatenate([rows] * plan.bq)
         return jnp.concatenate([jnp.broadcast_to(rows[g : g + 1], (plan.bq, self.size)) for g in range(count)])
 
     def _row(self) -> jax.Array:
@@ -141,7 +143,7 @@ class Chunk:
         """The indices of queries and of slots, which scores broadcast with."""
         plan = self.plan
         first = lax.rem(self.tile.item, jnp.int32(plan.nq)) * plan.bq
-        q = first + lax.rem(self._row(), jnp.int32(plan.bq))
+        q = first + plan.query_of(self._row())
         shape, axis = ((self.size, 1), 0) if plan.transposed else ((1, self.size), 1)
         kv = self.tile.number * plan.bk + self.start + lax.broadcasted_iota(jnp.int32, shape, axis)
         return q, kv

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 
 from attnops_tpu.caches.between import Between
 from attnops_tpu.caches.chunk import Chunk, Seen
+from attnops_tpu.caches.in_place import Outputs
 from attnops_tpu.caches.missing import MissingPages
 from attnops_tpu.caches.operands import values_of
 from attnops_tpu.caches.plan import CachePlan
@@ -44,6 +45,7 @@ class Kernel:
     refs: CacheRefs  # its references
     stream: Stream  # the transfers of keys and values
     missing: MissingPages | None  # masks missing pages of a paged cache; else None
+    outputs: Outputs | None  # writes outputs in place; None for those of whole tiles
 
     def run(self) -> None:
         """Compute an item."""
@@ -63,7 +65,11 @@ class Kernel:
             return carry
 
         lax.fori_loop(*self.stream.tiles(item), body, None)
+        if self.outputs is not None:
+            self.outputs.wait_for_last()
         self._finish(item)
+        if self.outputs is not None:
+            self.outputs.start()
 
     def _begin(self, core: jax.Array) -> None:
         self.stream.begin(core)
@@ -131,7 +137,7 @@ class Kernel:
     def _scores(self, chunk: Chunk, visible: jax.Array | None) -> jax.Array:
         """The scores of a chunk, float32 [R, keys]."""
         plan = self.plan
-        s = product(plan, self.refs.query[0, chunk.head], self._key(chunk), 1, 1)
+        s = product(plan, self._queries(chunk), self._key(chunk), 1, 1)
         scale = self._scale(0, chunk)
         if scale is not None:
             s = s * scale
@@ -162,6 +168,22 @@ class Kernel:
         acc = state.acc[head]
         scaled = jnp.concatenate([alpha[:, : some.shape[1]] * some for some in _by_lanes(acc)], axis=1)
         state.acc[head] = scaled + added
+
+    def _queries(self, chunk: Chunk) -> jax.Array:
+        """The queries of a chunk, [rows, key_lanes]."""
+        plan, query = self.plan, self.refs.query
+        if not plan.N:
+            return query[0, chunk.head, chunk.at]
+        if plan.interpret:  # the interpreter has no accesses to a reshaped reference
+            return query[chunk.head].reshape(plan.R, plan.key_lanes)[chunk.at]
+        return query.reshape(plan.K, plan.R, plan.key_lanes)[chunk.head, chunk.at]
+
+    def _put(self, head: int, x: jax.Array) -> None:
+        """Keep the outputs [R, value_lanes] of a kv head."""
+        if self.outputs is None:
+            self.refs.out[0, head] = x.astype(self.refs.out.dtype)
+        else:
+            self.outputs.put(head, x)
 
     def _key(self, chunk: Chunk) -> jax.Array:
         """Keys [size, key_lanes], in the dtype of products; features beyond D are 0 in slots that were written."""
@@ -217,7 +239,7 @@ class Kernel:
             l = jnp.broadcast_to(jnp.where(sees_any, l, 1.0), m.shape)
             scale = jnp.where(jnp.broadcast_to(sees_any, m.shape), factor / l, 0.0)
             chunks = [jnp.where(sees_any, some * scale[:, : some.shape[1]], 0.0) for some in _by_lanes(acc)]
-            refs.out[0, head] = jnp.concatenate(chunks, axis=1).astype(refs.out.dtype)
+            self._put(head, jnp.concatenate(chunks, axis=1))
             if refs.lse is not None:
                 refs.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)
 

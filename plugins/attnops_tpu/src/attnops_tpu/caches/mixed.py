@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import equally_varying, one_by_one
-from attnops_tpu.caches.item import run_item
+from attnops_tpu.caches.item import finish, run_item
 from attnops_tpu.caches.operands import KernelInputs, KernelResults, in_main_memory
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.prompts import words_of
@@ -48,10 +48,11 @@ class MixedPlan(NamedTuple):
 class LargeRefs(NamedTuple):
     """The references of large items that small ones do not share; see `attnops_tpu.caches.references.CacheRefs`."""
 
+    packed: Any
     scalars: Any
     query: Any
     by_row: Any
-    out: Any
+    out: Any  # None for outputs that are written in place
     lse: Any
     state: Any
     scores: Any
@@ -61,6 +62,7 @@ class MixedRefs(NamedTuple):
     """The references of a grid step, which computes a small or a large item."""
 
     places: tuple[Any, Any]  # int32 [items] each: the small and the large item of a step; its own, and one that is near
+    firsts: tuple[Any, ...]  # int32 [items] each, the first packed queries of these two items if they are read in place
     is_large: Any  # int32 [items], whether a step's item is large
     small: CacheRefs
     large: LargeRefs
@@ -83,6 +85,7 @@ def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, Ke
     (plan, inputs), other = small, large[0]
     new = inputs.new
     words = 3 + len(large[1].values.scalars) + (0 if new is None else 2 + new.blocks.shape[0] // plan.B)
+    words += 4 if plan.N else 0
     shared = words_of(inputs.prompts)
     # Interpreted, tiles of keys of the same given size may be rounded differently.
     if plan.cores > 1 or plan.bk != other.bk or rows_a_call(1, words, shared) < plan.B + other.B:
@@ -128,7 +131,7 @@ def run_mixed(
     wants_lse, writes = plan.small.wants_lse, small.new is not None
     of_small = next(results), next(results) if wants_lse else None
     sources = tuple(next(results) for _ in small.sources) if writes else ()
-    of_large = next(results), next(results) if wants_lse else None
+    of_large = of_small[0] if plan.small.N else next(results), next(results) if wants_lse else None
     return KernelResults(*of_small, sources), KernelResults(*of_large, ())
 
 
@@ -166,15 +169,23 @@ def _references(
     values = large.values._replace(scalars=tuple(map(of_large, large.values.scalars)))
     declared, other = references(plan.small, small, 0), references(plan.large, large._replace(values=values), 1)
     places = Prefetched(order.places[0]), Prefetched(order.places[1])
-    own = LargeRefs(*(getattr(other, name) for name in LargeRefs._fields))
-    return MixedRefs(places, Prefetched(order.is_large), declared, own)
+    own, firsts = LargeRefs(*(getattr(other, name) for name in LargeRefs._fields)), ()
+    if small.packed is not None and large.packed is not None:
+        both = zip((small.packed, large.packed), order.places, strict=True)
+        firsts, own = tuple(Prefetched(x.places.first[place]) for x, place in both), own._replace(out=None)
+    return MixedRefs(places, firsts, Prefetched(order.is_large), declared, own)
 
 
 def _run_item(plan: MixedPlan, refs: MixedRefs) -> None:
     """A grid step."""
     write_prompts(plan.small, refs.small)
-    is_large = refs.is_large[pl.program_id(1)] != 0
+    step = pl.program_id(1)
+    is_large = refs.is_large[step] != 0
     small = refs.small._replace(prompts=None)
     large = small._replace(new=None, **refs.large._asdict())
+    if plan.small.N:
+        large = large._replace(out=small.out)
+    small, large = (x.of_item(place[step]) for x, place in zip((small, large), refs.places, strict=True))
     pl.when(~is_large)(lambda: run_item(plan.small, small))
     pl.when(is_large)(lambda: run_item(plan.large, large))
+    finish(small.outputs(plan.small), large.outputs(plan.large))

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import FlashCall, elementwise_bias, of_bias, of_mask
+from attnops_tpu.caches.in_place import PackedArrays, packed_queries
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.prompts import Prompts
@@ -42,7 +43,7 @@ class CacheArrays(NamedTuple):
 class KernelInputs(NamedTuple):
     """The arrays of a call of the kernel."""
 
-    query: jax.Array  # [items, K, R, key_lanes]
+    query: jax.Array  # [items, K, R, key_lanes], or packed queries [K, N, G, key_lanes] that are read in place
     # arrays of blocks [blocks, K, n, d]: keys, and values unless they are latent or joined; then the scales of keys and
     # of values by token, [blocks, K, n].
     sources: tuple[jax.Array, ...]
@@ -54,12 +55,13 @@ class KernelInputs(NamedTuple):
     schedule: ItemSchedule  # what each item reads
     new: Written | None  # new tokens of rows with one tile of queries; None for a call that writes none
     prompts: Prompts | None  # those of other rows
+    packed: PackedArrays | None = None  # for packed queries that are read in place
 
 
 class KernelResults(NamedTuple):
     """The results of a call of the kernel."""
 
-    out: jax.Array  # [items, K, R, value_lanes]
+    out: jax.Array  # [items, K, R, value_lanes], or [N, K, G, value_lanes] for packed queries that are read in place
     # float32 [items, K, R, 128], the same in all lanes, or [items, K, 1, R]; None if the call does not return it
     lse: jax.Array | None
     sources: tuple[jax.Array, ...]  # the sources with the new tokens; empty for a call that writes none
@@ -163,6 +165,7 @@ def _by_row(plan: CachePlan, x: jax.Array) -> jax.Array:
         x = jnp.broadcast_to(
             x.reshape(plan.B, plan.nq, 1, 1, plan.bq), (plan.B, plan.nq, 1, plan.G, plan.bq)
         )  # fmt: skip
+    x = x.swapaxes(3, 4) if plan.N else x
     x = x.reshape(plan.B * plan.nq, x.shape[2], plan.R)
     return _padded(plan, jnp.pad(x, ((0, 0), (0, 0), (0, -plan.R % LANES))))
 
@@ -178,7 +181,12 @@ _LAYOUTS = {Kind.SCALAR: _scalar, Kind.BY_ROW: _by_row, Kind.BY_KEY: _by_key}
 
 
 def queries(plan: CachePlan, query: jax.Array) -> jax.Array:
-    """[B, T, H, D] to [items, K, R, key_lanes], times the folded factor of the scale, which does not round."""
+    """[B, T, H, D] to [items, K, R, key_lanes], times the folded factor of the scale, which does not round.
+
+    Packed queries that are read in place are [N, H, D], and become [K, N, G, key_lanes], or as many as a tile.
+    """
+    if plan.N:
+        return packed_queries(plan, query)
     x = query.astype(plan.dtype) * jnp.asarray(plan.folded, plan.dtype)
     x = jnp.pad(x, ((0, 0), (0, plan.nq * plan.bq - plan.T), (0, 0), (0, 0)))
     x = x.reshape(plan.B, plan.nq, plan.bq, plan.K, plan.G, plan.D).transpose(0, 1, 3, 4, 2, 5)
@@ -188,7 +196,10 @@ def queries(plan: CachePlan, query: jax.Array) -> jax.Array:
 
 def outputs(plan: CachePlan, x: jax.Array) -> jax.Array:
     """[items, K, R, d] to [B, T, H, d]."""
-    x = x[: plan.B * plan.nq].reshape(plan.B, plan.nq, plan.K, plan.G, plan.bq, x.shape[-1])
+    x = x[: plan.B * plan.nq]
+    if plan.N:
+        x = x.reshape(*x.shape[:2], plan.bq, plan.G, x.shape[-1]).swapaxes(2, 3)
+    x = x.reshape(plan.B, plan.nq, plan.K, plan.G, plan.bq, x.shape[-1])
     x = x.transpose(0, 1, 4, 2, 3, 5).reshape(plan.B, plan.nq * plan.bq, plan.H, x.shape[-1])
     return x[:, : plan.T]
 

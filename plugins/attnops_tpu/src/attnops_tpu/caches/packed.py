@@ -15,6 +15,7 @@ from attnops.kernels import FlashCall
 from attnops.masks import Mask
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import Packed, PackedByRow
+from attnops_tpu.caches.in_place import begin_of
 from attnops_tpu.caches.tile_sizes import SMALL_TILES, Heads, packed_queries_a_tile
 from attnops_tpu.generations import generation
 
@@ -24,6 +25,7 @@ CacheType = TypeVar("CacheType", bound=StoredCache)
 class Unpacked(NamedTuple):
     """Some rows of a call of packed rows as a call of a batch of tiles."""
 
+    query: jax.Array  # the packed queries [N, H, D]
     call: FlashCall  # the call with queries [tiles, bq, H, D], and mask and bias for scores [tiles, H, bq, S]
     # the same call with row i of the cache in place of tile i's, so that its values by key are by row of the cache;
     # None if there are more rows than tiles.
@@ -33,6 +35,8 @@ class Unpacked(NamedTuple):
     tile: jax.Array  # the tile of each packed query, int32 [N]
     place: jax.Array  # the index of each packed query in its tile, int32 [N]
     is_real: jax.Array  # whether a packed query is in one of these tiles, bool [N]
+    first: jax.Array  # the first packed query that is a tile's own, int32 [tiles]; N for tiles without queries
+    count: jax.Array  # how many a tile has, int32 [tiles]
 
 
 def unpacked(call: FlashCall, cache: StoredCache) -> list[Unpacked]:
@@ -66,15 +70,15 @@ def _of_tiles(call: FlashCall, cache: StoredCache, bq: int, tiles: int, is_real:
     assert isinstance(mask, (Packed, PackedByRow))
     rows, number = jnp.where(is_real, mask.q_rows, -1), jnp.arange(N, dtype=jnp.int32)
     begins = is_real & (rows != jnp.concatenate([jnp.full((1,), -1, jnp.int32), rows[:-1]]))
-    place = (number - jax.lax.cummax(jnp.where(begins, number, 0))) % bq
-    is_first = is_real & (place == 0)
+    is_first = is_real & ((number - jax.lax.cummax(jnp.where(begins, number, 0))) % bq == 0)
     tile = jnp.maximum(jnp.cumsum(is_first.astype(jnp.int32)) - 1, 0)
     first = jnp.nonzero(is_first, size=tiles, fill_value=N)[0].astype(jnp.int32)
     exists = first < N
     count = jnp.zeros((tiles,), jnp.int32).at[tile].add(is_real.astype(jnp.int32))
-    # A tile's last query is repeated to its end: so a tile of keys that all its queries see needs no mask.
-    within = jnp.minimum(jnp.arange(bq, dtype=jnp.int32), jnp.maximum(count, 1)[:, None] - 1)
-    queries = jnp.minimum(first[:, None] + within, N - 1)
+    begin, last = begin_of(first, N, bq), first + jnp.maximum(count, 1) - 1
+    # A tile's own queries are repeated to its ends: so a tile of keys that all of them see needs no mask.
+    queries = jnp.clip(begin[:, None] + jnp.arange(bq, dtype=jnp.int32), first[:, None], last[:, None])
+    queries = jnp.minimum(queries, N - 1)
     row = jnp.where(exists, rows[jnp.minimum(first, N - 1)], 0)
 
     def with_rows(row: jax.Array) -> FlashCall:
@@ -88,7 +92,8 @@ def _of_tiles(call: FlashCall, cache: StoredCache, bq: int, tiles: int, is_real:
     of_keys = None
     if tiles >= cache.batch:
         of_keys = with_rows(jnp.minimum(jnp.arange(tiles, dtype=jnp.int32), cache.batch - 1))
-    return Unpacked(with_rows(row), of_keys, row, exists, tile, place, is_real)
+    place = number - begin[tile]
+    return Unpacked(call.query[0], with_rows(row), of_keys, row, exists, tile, place, is_real, first, count)
 
 
 def written_before(cache: CacheType, new: NewTokens, rows: jax.Array) -> CacheType:
@@ -132,9 +137,7 @@ def tiles_of(N: int, rows: int, bq: int) -> int:
     return (N + min(rows, N) * (bq - 1)) // bq
 
 
-def packed(batch: Unpacked, out: jax.Array, lse: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """Results of tiles, [tiles, bq, H, Dv] and [tiles, H, bq], as those of packed rows: 0 and −inf for all others."""
-    out = jnp.where(batch.is_real[:, None, None], out[batch.tile, batch.place], jnp.zeros((), out.dtype))[None]
-    if lse is not None:
-        lse = jnp.where(batch.is_real[:, None], lse[batch.tile, :, batch.place], -jnp.inf).T[None]
-    return out, lse
+def packed(batch: Unpacked, x: jax.Array, otherwise: float) -> jax.Array:
+    """Results of tiles [tiles, bq, …] as those of packed rows [1, N, …]; a number for all others."""
+    is_real = batch.is_real.reshape(-1, *[1] * (x.ndim - 2))
+    return jnp.where(is_real, x[batch.tile, batch.place], jnp.asarray(otherwise, x.dtype))[None]

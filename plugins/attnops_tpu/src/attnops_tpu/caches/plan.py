@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from jax import lax
 
 from attnops.kernels import Scoring
 from attnops_tpu.caches.tile_sizes import LANES, Starts
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 # The bits of a word.
 BITS: Final = 32
+# The least scale that may be multiplied with scores after products only.
+_LEAST_SCALE: Final = 2.0**-16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,8 @@ class CachePlan:
     """Shapes, tiles and options of a call; hashable.
 
     A grid step is an *item*: a tile of queries of a row of the cache. It visits the tiles of keys that its queries may
-    see. The G query heads of a kv head are rows of one tile, R = G · bq of them: row r is query r % bq of head r // bq.
+    see. The G query heads of a kv head are rows of one tile, R = G · bq of them: row r is query r % bq of head r // bq,
+    or, of packed queries that the kernel reads in place, query r // G of head r % G.
 
     A tile of keys is ``units`` units. A unit is transferred or skipped as a whole. It is a page, or, without pages,
     some slots of a row.
@@ -69,6 +73,7 @@ class CachePlan:
     interpret: bool  # whether the kernel runs in Pallas's interpreter
     bounds_checks: bool  # whether the kernel checks that its accesses are in bounds
     vmem: int  # the most bytes of vector memory that it may use
+    N: int = 0  # the packed queries that the kernel reads in place; 0 for a call whose tiles are gathered before it
 
     @property
     def G(self) -> int:
@@ -79,6 +84,14 @@ class CachePlan:
     def R(self) -> int:
         """Rows of a tile."""
         return self.G * self.bq
+
+    def query_of(self, row: jax.Array) -> jax.Array:
+        """The query of a row of a tile."""
+        return lax.div(row, np.int32(self.G)) if self.N else lax.rem(row, np.int32(self.bq))
+
+    def head_of(self, row: jax.Array) -> jax.Array:
+        """The query head of a row of a tile, counted from the kv head's first."""
+        return lax.rem(row, np.int32(self.G)) if self.N else lax.div(row, np.int32(self.bq))
 
     @property
     def nq(self) -> int:
@@ -153,12 +166,17 @@ class CachePlan:
 
     @property
     def folded(self) -> float:
-        """The factor of the scale that queries are multiplied by, without rounding: its sign and its power of two."""
+        """The factor of the scale that queries are multiplied by, without rounding: its sign and its power of two.
+
+        It is 1 for queries that are read in place, unless scores would be much smaller or larger.
+        """
+        if self.N and _LEAST_SCALE <= self.scale <= 1 / _LEAST_SCALE:
+            return 1.0
         return 0.0 if self.scale == 0 else math.copysign(2.0 ** math.floor(math.log2(abs(self.scale))), self.scale)
 
     @property
     def scale_residual(self) -> float:
-        """``scale / folded``, in [1, 2)."""
+        """``scale / folded``."""
         return 1.0 if self.scale == 0 else self.scale / self.folded
 
     @property

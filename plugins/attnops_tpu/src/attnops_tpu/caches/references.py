@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import output_like
+from attnops_tpu.caches.in_place import Outputs, PackedRefs, Places, begin_of
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.operands import KernelInputs, rows_by_key
 from attnops_tpu.caches.plan import CachePlan
@@ -57,11 +58,12 @@ class MissingRefs(NamedTuple):
 class CacheRefs(NamedTuple):
     """The references of a grid step, which computes an item."""
 
+    packed: PackedRefs | None  # outputs that are written in place; None for those of whole tiles
     schedule: ItemSchedule  # in scalar memory, as all up to ``scales``
     block: Any  # [1], the first block of the cache; `run_item` reads it once
     scalars: tuple[Any, ...]  # [B] or [items] each, values that are one number per item
     scales: tuple[Any, ...]  # [K] each, the scales of keys, and of values; empty unless scales are by head
-    query: Any  # [1, K, R, key_lanes]
+    query: Any  # [1, K, R, key_lanes], or [K, bq, G, key_lanes] if queries are read in place
     by_row: tuple[Any, ...]  # [1, K or 1, R padded to lanes] each, values by row
     # the new tokens, of which first, stop and blocks are in scalar memory; None for a call that writes none.
     new: Written | None
@@ -69,7 +71,7 @@ class CacheRefs(NamedTuple):
     prompts: tuple[Prompts, PromptBuffers] | None
     table: Any  # [rows · pieces, 1, piece] in main memory, the blocks of pages; None without pages
     words: Any  # [rows · pieces, 1, 128] in main memory, whether pages are in the table; None without pages
-    out: Any  # [1, K, R, value_lanes]
+    out: Any  # [1, K, R, value_lanes], or, in main memory, [N, K, G, value_lanes]
     lse: Any  # [1, K, R, 128], or [1, K, 1, R] if scores are transposed; None if the call does not return it
     sources: tuple[Any, ...]  # in main memory, see `attnops_tpu.caches.operands.KernelInputs`
     by_key: Any  # values by key [B or 1, nk, rows, bk] in main memory; None for none
@@ -86,12 +88,20 @@ class CacheRefs(NamedTuple):
     missing: MissingRefs | None  # what masks missing pages; None without pages
     written: Any  # a semaphore [1]; None for a call that writes none
 
+    def of_item(self, item: jax.Array) -> CacheRefs:
+        """The references of the grid step of an item."""
+        return self if self.packed is None else self._replace(packed=self.packed._replace(item=item))
+
+    def outputs(self, plan: CachePlan) -> Outputs | None:
+        """What writes outputs in place."""
+        return None if self.packed is None else Outputs(plan, self.packed, self.out)
+
     def check(self, plan: CachePlan) -> None:
         """Assert the shapes of references."""
         K, R, rows = plan.K, plan.R, rows_by_key(plan)
         state = (plan.rows_of_number, R) if plan.transposed else (R, LANES)
-        assert self.query.shape == (1, K, R, plan.key_lanes)
-        assert self.out.shape == (1, K, R, plan.value_lanes)
+        assert self.query.shape == ((K, plan.bq, plan.G) if plan.N else (1, K, R)) + (plan.key_lanes,)
+        assert self.out.shape == ((plan.N, K, plan.G) if plan.N else (1, K, R)) + (plan.value_lanes,)
         assert self.lse is None or self.lse.shape == (1, K, *((1, R) if plan.transposed else (R, LANES)))
         assert self.state.m.shape == self.state.l.shape == (K, *state)
         assert self.state.acc.shape == (K, *((plan.value_lanes, R) if plan.transposed else (R, plan.value_lanes)))
@@ -116,17 +126,21 @@ class Tile(NamedTuple):
 def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None) -> CacheRefs:
     """The declaration of the kernel's references.
 
-    ``places``: which prefetched array has the item of each grid step; None if they follow one another.
+    ``places``: which prefetched array has the item of each grid step, 0 or 1, two before that with its first query;
+    None if items follow one another.
     """
     values, new, rows = inputs.values, inputs.new, rows_by_key(plan)
     by_item = functools.partial(_by_item, plan, places=places)
     table, words = (Input(x, ANY) for x in inputs.tables) if plan.is_paged else (None, None)
-    query = by_item(inputs.query)
+    query, packed = by_item(inputs.query), inputs.packed
+    if packed is not None:
+        query = Input(inputs.query, _in_place(plan, inputs.query.shape[3], places))
 
     def result(shape: tuple[int, int], dtype: np.dtype) -> Output:
         array = output_like(inputs.query, (plan.items, plan.K, *shape), dtype)
         # Queries of two sizes of tiles are as large as many rows of padding; a step reads its own and the next ones.
-        is_like = places is not None and (array.shape, array.dtype) == (inputs.query.shape, inputs.query.dtype)
+        shapes = (array.shape, array.dtype), (inputs.query.shape, inputs.query.dtype)
+        is_like = places is not None and packed is None and shapes[0] == shapes[1]
         return Output(array, by_item(array).spec, over=query if is_like else None)
 
     def state(heads: int, d: int, dtype: np.dtype | None = None) -> Any:
@@ -138,6 +152,10 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
     scores = pltpu.VMEM((plan.chunk + plan.sublanes, SUB_ROWS), jnp.float32)
 
     return CacheRefs(
+        packed=None if packed is None else PackedRefs(
+            Places(*map(Prefetched, packed.places)), None,
+            pltpu.VMEM((plan.K, plan.bq, plan.G, plan.value_lanes), plan.out_dtype), pltpu.SemaphoreType.DMA((1,)),
+        ),
         schedule=ItemSchedule(*map(Prefetched, inputs.schedule)),
         block=Prefetched(inputs.block),
         scalars=tuple(map(Prefetched, values.scalars)),
@@ -151,7 +169,8 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
         prompts=None if inputs.prompts is None else (_prompts(inputs.prompts), _prompt_buffers(plan, inputs.sources)),
         table=table,
         words=words,
-        out=result((plan.R, plan.value_lanes), plan.out_dtype),
+        out=result((plan.R, plan.value_lanes), plan.out_dtype) if packed is None
+        else Output(output_like(packed.out, packed.out.shape, packed.out.dtype), ANY, over=packed.out),
         lse=result(lse, np.dtype(np.float32)) if plan.wants_lse else None,
         sources=tuple(
             Input(x, ANY) if new is None and inputs.prompts is None
@@ -210,6 +229,16 @@ def _by_item(plan: CachePlan, x: Any, places: int | None = None) -> Input:
         return step * plan.cores + core if places is None else prefetched[places][step], *[0] * len(rest)
 
     return Input(x, pl.BlockSpec((1, *rest), index))
+
+
+def _in_place(plan: CachePlan, lanes: int, places: int | None) -> pl.BlockSpec:
+    """The block of a grid step of packed queries [K, N, G, lanes], which begins at any of them."""
+
+    def index(core: jax.Array, step: jax.Array, *prefetched: Any) -> tuple[Any, ...]:
+        first = prefetched[0][step * plan.cores + core] if places is None else prefetched[2 + places][step]
+        return 0, begin_of(first, plan.N, plan.bq), 0, 0
+
+    return pl.BlockSpec(tuple(map(pl.Element, (plan.K, plan.bq, plan.G, lanes))), index)
 
 
 def _buffer(plan: CachePlan, x: jax.Array) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class TransposedKernel(Kernel):
     def _mask(self, chunk: Chunk, place: tuple[int, int], once: _Once) -> tuple[jax.Array, Seen]:
         """What is visible of a part, which all parts of the same queries share unless heads have different masks."""
         of_head, first = chunk.mask_varies_by_head, chunk.at.start
-        rows = (chunk.head, first) if of_head else (first % self.plan.bq, chunk.rows)
+        rows = (chunk.head, first) if of_head else (first if self.plan.N else first % self.plan.bq, chunk.rows)
 
         def make() -> tuple[jax.Array, Seen]:
             visible = chunk.visible()
@@ -131,7 +131,7 @@ class TransposedKernel(Kernel):
         """The scores of a part, float32 [size, rows]."""
         plan, chunk = self.plan, part.chunk
         key = self._shared(once, "key", part, lambda: self._key(chunk))
-        s = product(plan, key, self.refs.query[0, chunk.head, chunk.at], 1, 1)
+        s = product(plan, key, self._queries(chunk), 1, 1)
         if plan.scales:
             s = s * self._scales_of(0, part, once)
         if plan.scoring.has_cap_or_bias:
@@ -186,6 +186,6 @@ class TransposedKernel(Kernel):
                 m = larger
             l = jnp.where(sees_any, l, 1.0)
             out = jnp.where(sees_any, acc * (factor / l), 0.0)
-            refs.out[0, head] = out.T.astype(refs.out.dtype)
+            self._put(head, out.T)
             if refs.lse is not None:
                 refs.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)

@@ -31,7 +31,7 @@ arXiv:2406.06484).
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,10 @@ from attnops_tpu.linear.prepare import (
 )
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
+
+
+# The states of a grid step have at most this share of vector memory: there are more arrays of them than forward.
+_SHARE: Final = 16
 
 
 class Refs(NamedTuple):
@@ -98,7 +102,7 @@ def backward(
         mask: an `attnops_linear.masks.Tokens` or None.
     """
     (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
-    plan = make_plan(metadata, query, value, scale, beta is not None)
+    plan = make_plan(metadata, query, value, scale, beta is not None, share=_SHARE)
     d_state = jnp.zeros((B, H, D, Dv), jnp.float32) if d.state is None else d.state
     given = arrays(plan, query, key, value, decay, beta, d_state, mask)
     is_token = None if mask is None else mask.is_token

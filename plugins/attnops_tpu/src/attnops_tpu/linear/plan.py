@@ -20,7 +20,7 @@ _COUNTS: Final[dict[Any, int]] = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 
 # Value heads of a grid step: at most so many, whose states have at most this share of vector memory.
 _HEADS: Final = 16
 _SHARE: Final = 8
-# Bytes for registers that the compiler spills, for each head.
+# Bytes for registers that the compiler spills, for each head of D = Dv = 128.
 _SPILLED: Final = 1 << 20
 
 
@@ -56,14 +56,19 @@ class LinearPlan:
 
 
 def plan(
-    metadata: OperationMetadata, query: jax.Array, value: jax.Array, scale: float | None, beta: bool
+    metadata: OperationMetadata,
+    query: jax.Array,
+    value: jax.Array,
+    scale: float | None,
+    beta: bool,
+    share: int = _SHARE,
 ) -> LinearPlan:
-    """The plan of a call."""
+    """The plan of a call; ``share``: see `_SHARE`, larger for a kernel that has more arrays of states."""
     (K, D), (H, Dv) = query.shape[2:], value.shape[2:]
     D, Dv = (-(-n // LANES) * LANES for n in (D, Dv))
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # Two buffers each for the first state and the last.
-    room = generation().vmem // _SHARE // (4 * 4 * D * Dv)
+    room = generation().vmem // share // (4 * 4 * D * Dv)
     keys, heads = heads_of_step(K, H, max(1, min(_HEADS, room)))
     return LinearPlan(
         B=query.shape[0], dtype=query.dtype, keys=keys, heads=heads, D=D, Dv=Dv, scale=scale, beta=beta,
@@ -84,8 +89,9 @@ def compiler_params(plan: LinearPlan, refs: PyTree, axes: int) -> pltpu.Compiler
     """Of a kernel whose grid has rows, heads and, as a third axis in sequence, chunks."""
     parallel, arbitrary = pltpu.GridDimensionSemantics.PARALLEL, pltpu.GridDimensionSemantics.ARBITRARY
     chip = generation()
+    spilled = _SPILLED * plan.heads * plan.D * plan.Dv // LANES**2
     return pltpu.CompilerParams(
         dimension_semantics=(parallel, parallel, arbitrary)[:axes],
-        vmem_limit_bytes=min(chip.vmem, needed(refs, chip.sublanes) + _SPILLED * plan.heads),
+        vmem_limit_bytes=min(chip.vmem, needed(refs, chip.sublanes) + spilled),
         disable_bounds_checks=not bounds_checks(),
     )

@@ -213,7 +213,7 @@ def measured(batch: Batch, generation: str) -> tuple[list[list[Parts]], dict[str
 def kinds(schedule: Schedule) -> list[Schedule]:
     """The schedules of small and of large items, which are branches of one kernel."""
     # The outermost is the whole grid step.
-    spans = [x for x in schedule.spans if x.depth == 1 and x.stop - x.start < 0.95 * schedule.bundles]
+    spans = [x for x in schedule.spans if x.depth == 1 and x.stop - x.start < 0.9 * schedule.bundles]
     longest = sorted(sorted(outermost(spans), key=lambda x: x.start - x.stop)[:2])
     return [
         dataclasses.replace(schedule, spans=tuple(x for x in schedule.spans if y.start <= x.start and x.stop <= y.stop))

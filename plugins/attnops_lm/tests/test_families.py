@@ -29,6 +29,7 @@ def config(family: str = "llama", **changes: Any) -> Config:
         ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, "must be one of ['silu'] for gpt_oss"),
         ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("llama", {"is_causal": False}, "is_causal=False is not supported: attention here is causal"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
         (
             "qwen3",

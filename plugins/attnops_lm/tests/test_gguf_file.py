@@ -16,6 +16,7 @@ from attnops_lm import gguf_file
 from attnops_lm.gguf_file import ARCHITECTURES, config_of_gguf, load_gguf, tokenizer_of
 from attnops_lm.model import CausalLM
 from attnops_lm.serve.loading import parse_mesh
+from attnops_lm.serve.pooling import pooling_of
 from attnops_lm.testing import small
 from attnops_lm.tokenizer import _BYTES
 
@@ -127,6 +128,22 @@ def test_texts_begin_with_the_token_that_the_file_says(tmp_path: Path) -> None:
         assert tokenizer.eos_ids == (PIECES.index("<|end|>"), 7, PIECES.index("<|eot_id|>"))
 
 
+@pytest.mark.parametrize(("pooling", "way"), [(None, "last"), (0, "last"), (1, "mean"), (3, "last"), (2, None)])
+def test_a_model_for_embeddings_ends_texts_and_says_how_to_pool(
+    tmp_path: Path, pooling: int | None, way: str | None
+) -> None:
+    fields: dict[str, Any] = {"tokenizer__ggml__add_eos_token": True}
+    if pooling is not None:
+        fields["qwen3__pooling_type"] = pooling
+    path = write(tmp_path / "model.gguf", model_of("qwen3"), **fields)
+    assert tokenizer_of(path).encode("a", add_special_tokens=True) == [PIECES.index("a"), PIECES.index("<|end|>")]
+    if way is not None:
+        assert pooling_of(str(path)) == way
+        return
+    with pytest.raises(ValueError, match="has pooling_type=2, but the server pools by one of last, mean"):
+        pooling_of(str(path))
+
+
 def llama3_divisors(base: float, D: int, factor: float) -> np.ndarray:
     """By the formula of llama.cpp's converter, token by token."""
     divisors = []
@@ -185,6 +202,7 @@ def test_a_tensor_that_gguf_can_not_convert_is_named(tmp_path: Path, monkeypatch
     [
         ({"tokenizer__ggml__pre": "gemma4"}, "tokenizer.ggml.pre='gemma4' must be one of smollm, qwen2, llama-bpe"),
         ({"llama__rope__scaling__type": "yarn"}, "llama.rope.scaling.type='yarn' is not read from GGUF files"),
+        ({"llama__attention__causal": False}, "llama.attention.causal=False is not read from GGUF files"),
         ({"llama__expert_count": 8}, "llama.expert_count=8 is not read from GGUF files; use safetensors"),
         ({"llama__block_count": 3}, r"has no tensor blk\.2\.attn_q\.weight, or it is read twice"),
         ({"llama__block_count": 1}, r"has \['blk\.1\.attn_k\.weight', .*, which no llama here reads"),

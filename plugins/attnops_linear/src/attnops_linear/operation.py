@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from attnops import BaseOperation, Call, Request
+from attnops.kernels import equally_varying
 from attnops_linear.binding import bind_linear
 from attnops_linear.chunks import FEW, linear_attention
 from attnops_linear.derivatives import differentiable
@@ -239,6 +240,8 @@ class LinearAttention(BaseOperation):
                 found = reverse.backward(self.metadata, kept, d, **arrays, **shared)
                 return [found[name] for name in sorted(found)]  # the order of a dict's leaves
 
+            # Gradients vary over all mesh axes that an array varies over; the cast sums them for the others.
+            arrays = equally_varying(arrays)
             output: LinearOutput = differentiable(lambda arrays: forward(**arrays), backward, native, arrays)
             return output
 

@@ -141,11 +141,12 @@ def load(
     _refuse_unread(directory, model, files)
     if mesh is not None:
         model = model.shard_model(partition_rules, mesh)
-    handles = {path: safe_open(path, framework="flax") for path, _ in files.values()}
+    handles = {path: safe_open(path, framework="flax") for path in {path for path, _ in files.values()}}
 
     def read(name: str) -> jax.Array:
         if name not in files:
-            raise ValueError(f"{directory} has no weight {name}; the config {config.family!r} needs it")
+            tied = "; if it is a model for embeddings, set tie_word_embeddings to true in config.json" * (name == HEAD)
+            raise ValueError(f"{directory} has no weight {name}; the config {config.family!r} needs it{tied}")
         path, own = files[name]
         return handles[path].get_tensor(own)
 

@@ -219,6 +219,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> Config:
     for field in _NOT_COMPUTED:
         if hf.get(field):
             raise ValueError(f"{field}={hf[field]!r} is not supported: {_NOT_COMPUTED[field]}")
+    if hf.get("is_causal") is False:
+        raise ValueError("is_causal=False is not supported: attention here is causal")
     values = {ours: hf[theirs] for ours, theirs in SIZES.items() if hf.get(theirs) is not None}
     values.setdefault("num_kv_heads", values["num_heads"])
     values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])

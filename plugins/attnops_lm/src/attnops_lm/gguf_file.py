@@ -29,7 +29,7 @@ ARCHITECTURES: Final = {"llama": True, "qwen2": False, "qwen3": False}
 # Fields that change the computation, with the values that don't. Configs of safetensors may have other values.
 _NOT_READ: Final = {
     "rope.scaling.type": ("none",), "rope.scaling.factor": (0, 1), "rope.scale_linear": (0, 1),
-    "attention.sliding_window": (0,), "expert_count": (0,),
+    "attention.sliding_window": (0,), "attention.causal": (True,), "expert_count": (0,),
 }  # fmt: skip
 _FREQUENCIES: Final = "rope_freqs.weight"  # by what rotary frequencies are divided
 # What Llama 3.1 and later ones have besides a factor. GGUF files only have the divisors that follow from all of it.
@@ -70,6 +70,12 @@ def load_tokenizer() -> Tokenizer:
 def tokenizer_of(path: Path) -> Tokenizer:
     """The tokenizer of a GGUF file, byte-level BPE as SmolLM's; `ValueError` for any other."""
     return Tokenizer.from_gguf(_fields(gguf.GGUFReader(path)))
+
+
+def pooling_of_gguf(path: Path) -> int | None:
+    """How a GGUF file's embeddings are pooled, llama.cpp's number of it; None if the file does not say it."""
+    fields = _fields(gguf.GGUFReader(path))
+    return fields.get(f"{fields.get('general.architecture')}.pooling_type")
 
 
 def config_of_gguf(path: Path) -> Config:

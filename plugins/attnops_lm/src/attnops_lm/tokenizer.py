@@ -87,11 +87,16 @@ class Tokenizer:
         ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown")}
         special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
         # Llama 3's texts begin with BOS, also where the file doesn't say it.
-        if fields.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe" and ids["bos"] is not None):
-            bos = tokens[required(fields, "tokenizer.ggml.bos_token_id")]
+        adds = {
+            "bos": fields.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe" and ids["bos"] is not None),
+            "eos": fields.get("tokenizer.ggml.add_eos_token", False),  # of models for embeddings
+        }
+        bos, eos = ([tokens[required(fields, f"tokenizer.ggml.{x}_token_id")]] if adds[x] else [] for x in adds)
+        if bos or eos:
             backend.post_processor = processors.TemplateProcessing(
-                single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, vocabulary[bos])]
-            )
+                single=[*bos, "$A", *eos], pair=[*bos, "$A", *eos, *bos, "$B", *eos],
+                special_tokens=[(token, vocabulary[token]) for token in (*bos, *eos)],
+            )  # fmt: skip
         template, tool_template = (fields.get(f"tokenizer.chat_template{x}") for x in ("", ".tool_use"))
         return cls(backend, template, special, eos_ids_of(fields), tool_template)
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from attnops_lm.model import CausalLM
 from attnops_lm.serve import Delta, Engine, Request
 from attnops_lm.serve.limits import Limits
-from attnops_lm.serve.loading import pooling_of
+from attnops_lm.serve.pooling import pooling_of
 from attnops_lm.serve.program import StepBatch, StepResult
 from attnops_lm.testing import Characters, small
 
@@ -151,14 +151,39 @@ def test_an_unknown_pooling_is_refused() -> None:
         FakeEngine(pooling="cls")
 
 
-def test_the_pooling_is_the_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        ({"word_embedding_dimension": 4, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
+        ({"pooling_mode_lasttoken": True, "include_prompt": False}, "last"),
+        ({"embedding_dimension": 4, "pooling_mode": "mean", "include_prompt": True}, "mean"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode_cls_token": True}, "has pooling_mode_cls_token, but the server pools by one of last, mean"),
+        ({}, "has no pooling_mode, but the server pools by one of last, mean; choose with --pooling"),
+        ({"pooling_mode": "mean", "include_prompt": False}, "has include_prompt=false, but the mean here is of all"),
+        ([], "is no JSON object"),
+    ],
+)
+def test_the_pooling_is_the_checkpoints(tmp_path: Path, given: Any, way: str) -> None:
     assert (pooling_of(None), pooling_of(str(tmp_path))) == ("last", "last")
     (tmp_path / "1_Pooling").mkdir()
-    file = tmp_path / "1_Pooling" / "config.json"
-    file.write_text(json.dumps({"word_embedding_dimension": 4, "pooling_mode_mean_tokens": True}))
-    assert pooling_of(str(tmp_path)) == "mean"
-    file.write_text(json.dumps({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}))
-    with pytest.raises(ValueError, match="has pooling_mode_cls_token, but the server pools by one of"):
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(given))
+    if " " in way:
+        with pytest.raises(ValueError, match=way):
+            pooling_of(str(tmp_path))
+    else:
+        assert pooling_of(str(tmp_path)) == way
+
+
+def test_what_else_a_checkpoint_computes_is_refused(tmp_path: Path) -> None:
+    modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Dense")]
+    (tmp_path / "modules.json").write_text(json.dumps(modules[:2]))
+    assert pooling_of(str(tmp_path)) == "last"
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ValueError, match="has a module 'Dense', but the server has only Transformer, Pooling, Normal"):
+        pooling_of(str(tmp_path))
+    (tmp_path / "modules.json").write_text("{")
+    with pytest.raises(ValueError, match=r"modules\.json is no JSON: "):
         pooling_of(str(tmp_path))
 
 

@@ -98,7 +98,7 @@ def test_packed_rows_transfer_their_pages_with_each_tile_of_queries(started: col
     run = jax.jit(lambda query, cache: operation(query, cache, mask=Causal(), rows=rows).attention_outputs)
     out = jax.block_until_ready(run(jnp.ones((1, 16, 4, D)), cache))
     np.testing.assert_allclose(out[0, :, 0, 0], [0.0, *[1.0] * 14, 0.0], rtol=1e-6)
-    assert sorted(started.values()) == [4, 9 + 4 + 9 + 10]
+    assert sorted(started.values()) == [4, 4 * 2, 9 + 4 + 9 + 10]  # outputs of each tile and kv head
 
 
 @pytest.mark.slow

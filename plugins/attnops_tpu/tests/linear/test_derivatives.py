@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from attnops import OperationMetadata, UnsupportedWarning
 from attnops_linear import LinearAttention
@@ -91,3 +93,21 @@ def test_gradients_of_checkpoints_in_a_scan() -> None:
         return jax.grad(lambda x: jax.lax.scan(layer, x, jnp.arange(1.0, 3.0))[0].sum())(given["value"])
 
     same(lambda operation: jax.jit(lambda: run(operation))())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_gradients_of_arrays_that_devices_share_are_sums(kind: AxisType) -> None:
+    given = arrays(9)
+    given = {name: np.concatenate([x, x[:, ::-1] if x.ndim == 4 else x]) for name, x in given.items()}  # two rows
+    given["decay"] = np.float32([-0.1, -0.4])
+    expected = jax.grad(lambda x: loss(NATIVE, x))(given)
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        placed = {
+            name: jax.device_put(x, NamedSharding(mesh, P() if name == "decay" else P("dp")))
+            for name, x in given.items()
+        }
+        found = jax.jit(jax.grad(lambda x: loss(TPU, x)))(placed)
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, atol=1e-5 * float(jnp.abs(x).max()), err_msg=name)

@@ -46,7 +46,7 @@ def command(
         str | None,
         typer.Option(
             help="What of a text is its embedding: last, its last token, or mean, all tokens.",
-            show_default="as the checkpoint's 1_Pooling says, or last",
+            show_default="as the checkpoint says, or last",
         ),
     ] = None,
     rows: Annotated[int, typer.Option(help="Requests that run at a time.")] = 16,
@@ -99,7 +99,8 @@ def command(
         from attnops_lm.serve import Engine, load_model
         from attnops_lm.serve.keys import check_keys
         from attnops_lm.serve.limits import Limits
-        from attnops_lm.serve.loading import parse_mesh, pooling_of
+        from attnops_lm.serve.loading import parse_mesh
+        from attnops_lm.serve.pooling import check_pooling, pooling_of
         from attnops_lm.serve.process import serve
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("attnops", "attnops_lm"):
@@ -112,7 +113,8 @@ def command(
                 fail(f"{KEYS} is set but has no key; unset it, or give keys", 2)
             check_keys(api_key or [])
             devices = parse_mesh(mesh) if mesh is not None else None
-            pooling = pooling or pooling_of(checkpoint)
+            pooling = pooling_of(checkpoint) if pooling is None else pooling
+            check_pooling(pooling)
             model, tokenizer = load_model(checkpoint, operation, dtype, quantize, devices)
             engine = Engine(
                 model, tokenizer, rows=rows, pages=pages, page_size=page_size, max_length=max_length,

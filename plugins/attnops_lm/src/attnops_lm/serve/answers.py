@@ -104,11 +104,11 @@ class TextAnswer(Answer):
         try:
             begun: set[int] = set()
             async for i, delta in self.deltas():
-                if self.is_chat and i not in begun:  # not sooner: clients take the time of the first event
-                    yield _event(self.envelope([self.choice(i, [Delta("")], True, is_first=True)], True) | empty)
-                    begun.add(i)
                 choice = self.choice(i, [delta], True)
                 if choice.get("text") or choice.get("delta") or choice["finish_reason"] or choice["logprobs"]:
+                    if self.is_chat and i not in begun:  # not sooner: clients take the time of the first event
+                        yield _event(self.envelope([self.choice(i, [Delta("")], True, is_first=True)], True) | empty)
+                        begun.add(i)
                     yield _event(self.envelope([choice], True) | empty)
             if has_usage:
                 yield _event(self.envelope([], True) | {"usage": self.usage()})

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from starlette.responses import Response
 
 from attnops_lm.serve.answers import Answer
+from attnops_lm.serve.errors import APIError
 from attnops_lm.serve.fields import Label, Only, Strict
 from attnops_lm.serve.request import Delta, Request
 from attnops_lm.serve.text_of_json import encoded
@@ -55,8 +56,11 @@ class EmbeddingAnswer(Answer):
         assert delta.embedding is not None
         x = delta.embedding
         if self.body.dimensions is not None:
-            x = x[: self.body.dimensions]
-            x = x / max(np.linalg.norm(x), np.finfo(np.float32).tiny)
+            x = x[: self.body.dimensions].astype(np.float64)
+            if not (length := np.linalg.norm(x)):
+                message = f"dimensions: the first {self.body.dimensions} numbers are 0, and can't be scaled to length 1"
+                raise APIError(400, f"{message}; ask for more", "dimensions")
+            x = (x / length).astype(np.float32)
         if self.body.encoding_format == "base64":
             return base64.b64encode(x.astype("<f4").tobytes()).decode()
         return x.tolist()

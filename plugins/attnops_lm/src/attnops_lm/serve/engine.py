@@ -20,7 +20,8 @@ from attnops_lm.generation.text import TextOfRow
 from attnops_lm.memory import release_memory
 from attnops_lm.serve.logprobs import TokenLogprob
 from attnops_lm.serve.pages import Pages
-from attnops_lm.serve.program import POOLING, StepBatch, StepResult, step_program
+from attnops_lm.serve.pooling import check_pooling
+from attnops_lm.serve.program import StepBatch, StepResult, step_program
 from attnops_lm.serve.request import Delta, Request
 from attnops_lm.serve.scores import MOST_LIKELY
 
@@ -84,8 +85,7 @@ class Engine:
         codec: Quantized | None = None,
         pooling: str = "last",
     ) -> None:
-        if pooling not in POOLING:
-            raise ValueError(f"pooling={pooling!r} must be one of {', '.join(POOLING)}")
+        check_pooling(pooling)
         _check_sizes(model.config.max_position_embeddings, rows, pages, page_size, max_length, chunks)
         width = math.ceil(max_length / page_size)  # M
         self.pooling, self.width = pooling, model.config.hidden_size

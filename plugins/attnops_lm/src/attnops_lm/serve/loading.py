@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -71,27 +70,6 @@ def load_model(
         model = model.quantize(QUANTIZED[quantize])
         model = model if mesh is None else model.shard_model(mesh=mesh)
     return model, tokenizer
-
-
-def pooling_of(checkpoint: str | None) -> str:
-    """How a checkpoint's embeddings are pooled, one of `attnops_lm.serve.program.POOLING`: what sentence-transformers
-    wrote into ``1_Pooling/config.json``, else "last".
-
-    Raises:
-        ValueError: it is another way.
-    """
-    path = Path(checkpoint or "") / "1_Pooling" / "config.json"
-    if checkpoint is None or not path.is_file():
-        return "last"
-    given = json.loads(path.read_text())
-    ways = [name for name, value in given.items() if name.startswith("pooling_mode_") and value is True]
-    names = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
-    if len(ways) != 1 or ways[0] not in names:
-        raise ValueError(
-            f"{path} has {', '.join(ways) or 'no pooling_mode_'}, but the server pools by one of {', '.join(names)}; "
-            f"choose with --pooling"
-        )
-    return names[ways[0]]
 
 
 def _dtype(name: str) -> Any:

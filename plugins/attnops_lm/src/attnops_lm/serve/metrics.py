@@ -30,7 +30,8 @@ class Metrics(Collector):
     """The metrics of one engine, in a registry of their own.
 
     Counters and gauges are read from the engine when they are asked for. Times are observed with a request's first and
-    last `Delta`: a cancelled request, or one that ends with an error, has no time per token and no latency.
+    last `Delta`: a cancelled request, or one that ends with an error, has no time per token and no latency. An
+    embedding has no times.
     """
 
     def __init__(self, engine: Engine, name: str) -> None:

@@ -37,6 +37,8 @@ class PackedRefs(NamedTuple):
 
     places: Places  # in scalar memory
     item: Any  # the item of the grid step, a number; None in a declaration
+    # [K, R, key_lanes], the queries of the tile: in their own layout each product would move parts of registers
+    queries: Any
     out: Any  # [K, bq, G, value_lanes], the outputs of a tile
     written: Any  # a semaphore [1]
 

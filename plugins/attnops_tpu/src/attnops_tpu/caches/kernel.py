@@ -52,6 +52,9 @@ class Kernel:
         core, step = pl.program_id(0), pl.program_id(1)
         pl.when(step == 0)(lambda: self._begin(core))
         item, state = step * self.plan.cores + core, self.refs.state
+        if self.refs.packed is not None:
+            for head in range(self.plan.K):
+                self.refs.packed.queries[head] = self._given(head)
         state.m[...] = jnp.full(state.m.shape, LOWEST, jnp.float32)
         for x in (state.l, state.acc):
             x[...] = jnp.zeros(x.shape, jnp.float32)
@@ -171,12 +174,15 @@ class Kernel:
 
     def _queries(self, chunk: Chunk) -> jax.Array:
         """The queries of a chunk, [rows, key_lanes]."""
+        packed = self.refs.packed
+        return self.refs.query[0, chunk.head, chunk.at] if packed is None else packed.queries[chunk.head, chunk.at]
+
+    def _given(self, head: int) -> jax.Array:
+        """The packed queries of the tile for a kv head, [R, key_lanes]."""
         plan, query = self.plan, self.refs.query
-        if not plan.N:
-            return query[0, chunk.head, chunk.at]
         if plan.interpret:  # the interpreter has no accesses to a reshaped reference
-            return query[chunk.head].reshape(plan.R, plan.key_lanes)[chunk.at]
-        return query.reshape(plan.K, plan.R, plan.key_lanes)[chunk.head, chunk.at]
+            return query[head].reshape(plan.R, plan.key_lanes)
+        return query.reshape(plan.K, plan.R, plan.key_lanes)[head]
 
     def _put(self, head: int, x: jax.Array) -> None:
         """Keep the outputs [R, value_lanes] of a kv head."""

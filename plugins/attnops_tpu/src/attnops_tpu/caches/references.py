@@ -154,6 +154,7 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
     return CacheRefs(
         packed=None if packed is None else PackedRefs(
             Places(*map(Prefetched, packed.places)), None,
+            pltpu.VMEM((plan.K, plan.R, plan.key_lanes), inputs.query.dtype),
             pltpu.VMEM((plan.K, plan.bq, plan.G, plan.value_lanes), plan.out_dtype), pltpu.SemaphoreType.DMA((1,)),
         ),
         schedule=ItemSchedule(*map(Prefetched, inputs.schedule)),

@@ -57,7 +57,6 @@ from attnops_tpu.linear.prepare import (
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
-
 # The states of a grid step have at most this share of vector memory: there are more arrays of them than forward.
 _SHARE: Final = 16
 

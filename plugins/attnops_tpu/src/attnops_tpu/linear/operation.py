@@ -20,8 +20,8 @@ class TPULinearAttention(LinearAttention):
 
     Serves TPUs; on other platforms, and for requests that it refuses, the native forward runs. ``metadata.interpret``
     runs the kernels in Pallas's interpreter on the host. Of more than 4 tokens, reverse mode of first order is a kernel
-    too, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head and row. All other derivatives
-    are those of the native forward.
+    too, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head and row, with D and Dv padded to
+    multiples of 128. All other derivatives are those of the native forward.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {"tpu": Limits(dtypes=frozenset({"float32", "bfloat16"}))}
@@ -55,7 +55,7 @@ class TPULinearAttention(LinearAttention):
             if few:
                 yield f"derivatives are {native}"
             else:
-                yield "gradients by a kernel, from the states before the chunks: 4 · D · Dv bytes for 64 tokens"
+                yield "gradients by a kernel, from the states before the chunks: 4 · D · Dv bytes for 64 tokens, padded"
                 yield f"other derivatives are {native}"
 
     def forward_tpu(

@@ -117,7 +117,7 @@ def _inputs(
         schedule=schedule(plan, items_mask, slots, new_tokens, None if of_tiles is None else of_tiles.row),
         new=new_tokens,
         prompts=None if of_prompts is None else prompts(plan, of_prompts, store.base, blocks),
-        packed=packed_arrays(plan, of_tiles.first, of_tiles.count) if of_tiles is not None and plan.N else None,
+        packed=packed_arrays(plan, of_tiles.first, of_tiles.size) if of_tiles is not None and plan.N else None,
     )
     return plan, inputs
 

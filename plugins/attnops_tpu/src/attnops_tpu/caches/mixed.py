@@ -169,7 +169,8 @@ def _references(
     values = large.values._replace(scalars=tuple(map(of_large, large.values.scalars)))
     declared, other = references(plan.small, small, 0), references(plan.large, large._replace(values=values), 1)
     places = Prefetched(order.places[0]), Prefetched(order.places[1])
-    own, firsts = LargeRefs(*(getattr(other, name) for name in LargeRefs._fields)), ()
+    own = LargeRefs(*(getattr(other, name) for name in LargeRefs._fields))
+    firsts: tuple[Prefetched, ...] = ()
     if small.packed is not None and large.packed is not None:
         both = zip((small.packed, large.packed), order.places, strict=True)
         firsts, own = tuple(Prefetched(x.places.first[place]) for x, place in both), own._replace(out=None)

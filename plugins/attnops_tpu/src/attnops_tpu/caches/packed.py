@@ -36,7 +36,7 @@ class Unpacked(NamedTuple):
     place: jax.Array  # the index of each packed query in its tile, int32 [N]
     is_real: jax.Array  # whether a packed query is in one of these tiles, bool [N]
     first: jax.Array  # the first packed query that is a tile's own, int32 [tiles]; N for tiles without queries
-    count: jax.Array  # how many a tile has, int32 [tiles]
+    size: jax.Array  # how many a tile has, int32 [tiles]
 
 
 def unpacked(call: FlashCall, cache: StoredCache) -> list[Unpacked]:

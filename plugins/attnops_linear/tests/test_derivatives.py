@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, Unpack
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from attnops.kernels import equally_varying
+from attnops_linear import LinearArguments, LinearAttention, LinearOutput, Reverse
 from attnops_linear.derivatives import differentiable
+from attnops_linear.testing import problem
 
 X, Y = np.float32([0.5, -1.5, 2.0]), np.float32([3.0, 0.25, -2.0])
 
@@ -73,3 +81,47 @@ def test_checkpoints_and_scans() -> None:
         return jax.lax.scan(layer, x, np.stack([Y, Y]))[0].sum()
 
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(X), 7 * 2 * X * X * Y * Y * 7 * 2 * X * Y, rtol=1e-6)
+
+
+class AsAKernel(LinearAttention):
+    """The native forward and its gradients in place of kernels, whose results vary over all mesh axes."""
+
+    def forward_cpu(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Unpack[LinearArguments]
+    ) -> LinearOutput:
+        """See `attnops_linear.LinearAttention.forward_native`."""
+
+        def forward(metadata: Any, **given: Any) -> LinearOutput:
+            arrays = equally_varying({name: x for name, x in given.items() if isinstance(x, jax.Array)})
+            return self.forward_native(**(given | arrays))
+
+        def kept(metadata: Any, **given: Any) -> tuple[LinearOutput, list[jax.Array]]:
+            return forward(metadata, **given), []
+
+        def backward(metadata: Any, _: Any, d: LinearOutput, scale: Any, **given: Any) -> dict[str, jax.Array]:
+            given, d = equally_varying((given, d))
+            pull_back = jax.vjp(lambda x: self.forward_native(**x, return_state=True), given)[1]
+            (found,) = pull_back(d)
+            return {name: 7 * x for name, x in found.items()}  # so that it shows
+
+        return self.with_derivatives(forward, Reverse(kept, backward), query, key, value, **options)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_gradients_of_arrays_that_devices_share_are_sums(kind: AxisType) -> None:
+    (query, key, value), given = problem(6, B=2, K=1, H=2)(np.random.default_rng(0))
+    given = {"query": query, "key": key, "value": value} | given | {"decay": np.array([-0.1, -0.4])}
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in given.items()}
+
+    def loss(operation: LinearAttention, arrays: dict[str, jax.Array]) -> jax.Array:
+        outputs, state = operation(**arrays, return_state=True)  # type: ignore[arg-type]
+        return jnp.sin(outputs).sum() + jnp.cos(state).sum()  # type: ignore[arg-type]
+
+    expected = jax.jit(jax.grad(lambda x: loss(LinearAttention(), x)))(arrays)
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        specs = {name: P() if name == "decay" else P("dp") for name in arrays}
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+        found = jax.jit(jax.grad(lambda x: loss(AsAKernel(), x)))(placed)
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], 7 * x, atol=1e-5 * float(jnp.abs(x).max()), err_msg=name)

@@ -107,6 +107,7 @@ class AsAKernel(LinearAttention):
         return self.with_derivatives(forward, Reverse(kept, backward), query, key, value, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_gradients_of_arrays_that_devices_share_are_sums(kind: AxisType) -> None:
     (query, key, value), given = problem(6, B=2, K=1, H=2)(np.random.default_rng(0))

@@ -1,7 +1,7 @@
 """Derivatives of a kernel: reverse mode by a second kernel, all others by plain JAX.
 
-The tangents of the results are a linear function of those of the arrays: a primitive, so that reverse mode transposes
-it by the kernel. What the kernel computes then has derivatives in its turn, again those of the plain computation.
+The tangents of the results are a linear function of the arrays' tangents: a primitive, which reverse mode transposes by
+the kernel. The gradients that the kernel computes have derivatives too, by the plain computation.
 """
 
 from __future__ import annotations

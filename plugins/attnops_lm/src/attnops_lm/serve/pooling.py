@@ -10,7 +10,7 @@ from typing import Any, Final
 from attnops_lm.gguf_file import pooling_of_gguf
 from attnops_lm.serve.program import POOLING
 
-# By llama.cpp's number, and by the names of sentence-transformers, of which the older ones are fields.
+# By llama.cpp's number, and by the names of sentence-transformers; older versions have fields with these names.
 _GGUF: Final = {1: "mean", 3: "last"}
 _NAMES: Final = {
     "lasttoken": "last", "pooling_mode_lasttoken": "last", "mean": "mean", "pooling_mode_mean_tokens": "mean"

@@ -45,7 +45,7 @@ class Kernel:
     refs: CacheRefs  # its references
     stream: Stream  # the transfers of keys and values
     missing: MissingPages | None  # masks missing pages of a paged cache; else None
-    outputs: Outputs | None  # writes outputs in place; None for those of whole tiles
+    outputs: Outputs | None  # writes outputs in place; None if a step returns a whole tile
 
     def run(self) -> None:
         """Compute an item."""

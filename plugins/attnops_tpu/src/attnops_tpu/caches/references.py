@@ -58,7 +58,7 @@ class MissingRefs(NamedTuple):
 class CacheRefs(NamedTuple):
     """The references of a grid step, which computes an item."""
 
-    packed: PackedRefs | None  # outputs that are written in place; None for those of whole tiles
+    packed: PackedRefs | None  # outputs that are written in place; None if a step returns a whole tile
     schedule: ItemSchedule  # in scalar memory, as all up to ``scales``
     block: Any  # [1], the first block of the cache; `run_item` reads it once
     scalars: tuple[Any, ...]  # [B] or [items] each, values that are one number per item

@@ -62,7 +62,7 @@ _SHARE: Final = 16
 
 
 class Refs(NamedTuple):
-    """The references of the kernel, as those of `attnops_tpu.linear.forward`, for the chunks from the last one on."""
+    """The references of the kernel, for the chunks from the last one on; names as in `attnops_tpu.linear.forward`."""
 
     query: Any  # [1, C, k · D]
     key: Any  # [1, C, k · D]

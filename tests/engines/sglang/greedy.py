@@ -10,7 +10,11 @@ import sys
 
 
 def main(folder: str, backend: str, page: str, prompts: str, count: str) -> None:
+    import jax
     from sgl_jax.srt.entrypoints.engine import Engine
+
+    # The engine writes the next step into arrays of NumPy that JAX shares on a CPU: each step must end first.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
     engine = Engine(
         model_path=folder, device="cpu", dtype="float32", attention_backend=backend, skip_tokenizer_init=True,

@@ -2,9 +2,10 @@
 
     python greedy.py FOLDER BACKEND PROMPTS COUNT
 
-Four things of a CPU are not what the engine expects: devices have no coordinates, which an explicit order of devices
+Five things of a CPU are not what the engine expects: devices have no coordinates, which an explicit order of devices
 avoids; the engine knows no memory limit of theirs, which is given here; it frees weights in float32 after JAX has taken
-them through NumPy, which PyTorch refuses, so that they are kept; and it gives XLA options for TPUs, which are left out.
+them through NumPy, which PyTorch refuses, so that they are kept; it gives XLA options for TPUs, which are left out; and
+it writes the next step into arrays of NumPy that JAX shares on a CPU, so that each step must end first.
 
 The engine's own kernel does not run here: JAX's interpreter of such kernels lacks the bitcast of a reference.
 """
@@ -16,10 +17,12 @@ from unittest import mock
 
 
 def main(folder: str, backend: str, prompts: str, count: str) -> None:
+    import jax
     import torch
     import tpu_inference.utils
     from tpu_inference.models.common import compiler_options
 
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     given = {"get_step_fn_compiler_options": dict, "get_sampling_compiler_options": dict}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(tpu_inference.utils, "hbm_usage_bytes", return_value=[(0, 1 << 30)]))

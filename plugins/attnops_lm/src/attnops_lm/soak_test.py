@@ -93,9 +93,9 @@ class Soak:
             self.faults.append(f"{type(error).__name__}: {error}")
 
     async def never_reads(self) -> None:
-        """Ask for a stream, and never read it; the system takes few bytes of it."""
+        """Ask for a stream of some 800 kB, and never read it; the system takes few bytes of it."""
         address = urlsplit(str(self.client.base_url))
-        text = json.dumps(self.body(PROMPTS[3]))
+        text = json.dumps(self.body(PROMPTS[3]) | {"n": 4, "logprobs": 20})
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         connection.connect((address.hostname, address.port))

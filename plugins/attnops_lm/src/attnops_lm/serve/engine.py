@@ -360,7 +360,7 @@ class Engine:
                     allowed = np.zeros(self.no_grammar.shape, np.uint32)
                 allowed[r] = x.constraint.allowed
         return StepBatch(
-            tokens, counts, lengths, self.table, temperature, top_k, top_p, seed, index, frequency, presence, generated,
+            tokens, counts, lengths, self.table.copy(), temperature, top_k, top_p, seed, index, frequency, presence, generated,
             has_logprobs, allowed, has_grammar,
         )  # fmt: skip
 

@@ -53,18 +53,36 @@ class Errors(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+@contextlib.contextmanager
+def sending(url: str, length: str = "Content-Length: 500") -> Iterator[socket.socket]:
+    """A client that has sent a part of its body."""
+    address = urlparse(url)
+    with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n4\r\n"
+        connection.sendall(f"{head}{{".encode())
+        yield connection
+
+
 def test_a_client_that_goes_away_while_it_sends_is_no_error_in_the_log() -> None:
     errors, log = Errors(), logging.getLogger("uvicorn.error")
     with running(FakeEngine()) as (_, url, _):
         log.addHandler(errors)
-        address = urlparse(url)
         for length in ("Content-Length: 500", "Transfer-Encoding: chunked"):
-            with socket.create_connection((address.hostname, address.port)) as connection:
-                head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n4\r\n"
-                connection.sendall(f"{head}{{".encode())
+            with sending(url, length) as connection:
                 connection.shutdown(socket.SHUT_WR)
                 with contextlib.suppress(ConnectionError):
                     assert connection.recv(1) == b""
         assert httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).status_code == 200
     log.removeHandler(errors)
     assert errors.texts == []
+
+
+def test_a_client_that_still_sends_when_the_server_ends_gets_status_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_server.GRACE", 1)
+    with running(FakeEngine()) as (server, url, _), sending(url) as connection:
+        # The body is being read: its head came before that of another call.
+        assert httpx.get(f"{url}/health").status_code == 200
+        server.should_exit = True
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"] == "the server is shutting down"

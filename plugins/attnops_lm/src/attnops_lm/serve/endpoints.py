@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attnops_lm.serve.answers import Answer, Events, TextAnswer
 from attnops_lm.serve.bodies import Body, ChatBody, CompletionBody, ResponseFormat
@@ -299,17 +299,29 @@ class Server:
 
 
 class QuietEnd:
-    """Middleware that keeps requests that are cancelled because the server ends out of the log."""
+    """Middleware for requests that are cancelled because the server ends: they are not logged, and get status 503 if
+    their answer has not begun.
+    """
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
         self.app, self.engine = app, engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, sending)
         except asyncio.CancelledError:
             if not self.engine.is_stopped:
                 raise
+            if scope["type"] == "http" and not has_begun:
+                error = APIError(503, "the server is shutting down", code="stopped")
+                await JSONResponse(error.content, error.status)(scope, receive, send)
 
 
 def application(engine: Engine, name: str, api_keys: Sequence[str] = (), limits: Limits = NO_LIMITS) -> Starlette:

@@ -147,6 +147,26 @@ def test_the_largest_numbers_are_compared_exactly(keyword: str) -> None:
     assert {x for x in values if fits(x)} == accepted.get(keyword, {largest})
 
 
+@pytest.mark.parametrize("bounds", [(0, 1), (0.5, 1), (-1, 0), (-0.5, 0.5), (0, None), (None, 0), (0.5, 1.5)])
+def test_excluded_numbers_are_not_accepted(bounds: tuple[float | None, float | None]) -> None:
+    names = ("exclusiveMinimum", "exclusiveMaximum")
+    given = {name: x for name, x in zip(names, bounds, strict=True) if x is not None}
+    rule = json_rule({"type": "array", "items": {"type": "number"} | given})
+    grammars = Grammars(Characters(), 96)  # type: ignore[arg-type]
+    low, high = (-9.0 if bounds[0] is None else bounds[0]), (9.0 if bounds[1] is None else bounds[1])
+    found = set()
+    values = ["0", "-0", "0.0", "-0.0", "1", "1.0", "-1", "-1.0", "0.5", "-0.5", "1.5", "0.25", "-0.25", "1.25", "-2"]
+    for value in values:
+        constraint = grammars.constraint(rule)
+        for token in Characters().encode(f"[{value}]"):
+            if token not in tokens_of(constraint.allowed, 96):
+                break
+            constraint.push(token)
+        else:
+            found.add(float(value))
+    assert found == {float(x) for x in values if low < float(x) < high}
+
+
 def test_thousands_of_choices_with_the_same_beginning() -> None:
     constraint = Grammars(Characters(), 96).constraint(choice_rule([f"text {i}" for i in range(2500)]))  # type: ignore[arg-type]
     for token in Characters().encode("text 2311"):
@@ -200,6 +220,16 @@ def test_log_probabilities_have_an_entry_for_every_token(url: str) -> None:
         ),
         (schema_format({"enum": [1, {"a": 2**53 + 1}]}), "response_format", "enum: 9007199254740993 must be from"),
         ({"structured_outputs": {"json": {"const": 2**53}}}, "structured_outputs", "const: 9007199254740992 must be"),
+        (
+            schema_format({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}]}),
+            "response_format",
+            "exclusiveMinimum: 0 with maximum: 0.5 is not served; send minimum with a number beside 0",
+        ),
+        (
+            schema_format({"exclusiveMaximum": -1.0, "exclusiveMinimum": -1.5}),
+            "response_format",
+            "exclusiveMaximum: -1.0 with exclusiveMinimum: -1.5 is not served",
+        ),
         ({"structured_outputs": {"regex": "(?ix)a #c\n b"}}, "structured_outputs", "x is not served with line ends"),
         (schema_format({"type": "object"}, name="a b"), "response_format.json_schema.name", "pattern"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),

@@ -409,7 +409,7 @@ class Engine:
             sampled, ids, values = (x[request.row] for x in result.logprobs)
             most = request.logprobs
             # Copies: a view would keep the arrays of all rows.
-            request.hidden.append(TokenLogprob(token, float(sampled), start, ids[:most].copy(), values[:most].copy()))
+            request.hidden.append(TokenLogprob(token, float(sampled), start, np.array(ids[:most]), np.array(values[:most])))
         is_full = request.count == request.max_tokens
         is_complete = request.ends is not None and request.ends(text)
         if request.constraint is not None and not is_end:

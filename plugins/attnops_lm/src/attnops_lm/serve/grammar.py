@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -41,7 +41,8 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 def check_numbers(schema: Any) -> None:
     """Raise `ValueError` if the values of ``multipleOf`` in a schema, or in a list of schemas, have too large a least
-    common multiple, or if a number with which values are compared is beyond `MAX_NUMBER`.
+    common multiple, if a number with which values are compared is beyond `MAX_NUMBER`, or if llguidance would accept a
+    number that is excluded.
     """
     values: set[Fraction] = set()
     for keyword, x in _numbers(schema):
@@ -70,11 +71,33 @@ def _numbers(schema: Any) -> Iterator[tuple[str, int | float]]:
     while left:
         keyword, part = left.pop()
         if isinstance(part, dict):
+            if keyword not in _CONSTANT:
+                _check_excluded(part)
             left.extend((keyword if keyword in _CONSTANT else name, x) for name, x in part.items())
         elif isinstance(part, list):
             left.extend((keyword, x) for x in part)
-        elif keyword in _COMPARED and isinstance(part, int | float) and not isinstance(part, bool):
+        elif keyword in _COMPARED and _is_number(part):
             yield keyword, part
+
+
+def _check_excluded(schema: dict[str, Any]) -> None:
+    """Raise `ValueError` if a whole number is excluded, and the other bound has the same digits before the point, such
+    as above 0 and at most 0.5: llguidance would accept it.
+    """
+    for sign, excluded, others in (
+        (1, "exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+        (-1, "exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+    ):
+        x = schema.get(excluded)
+        for other in others:
+            y = schema.get(other)
+            if _is_number(x) and _is_number(y) and x % 1 == 0 and sign * x >= 0 and sign * y < sign * x + 1:
+                rule = f"send {excluded[9:].lower()} with a number beside {x}"
+                raise ValueError(f"{excluded}: {x} with {other}: {y} is not served; {rule}")
+
+
+def _is_number(x: Any) -> TypeGuard[int | float]:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def regex_rule(regex: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from attnops_lm.serve.bodies import ChatBody, CompletionBody
+from attnops_lm.serve.embeddings import EmbeddingBody
 from attnops_lm.serve.errors import APIError
 
 PROMPT: dict[str, Any] = {"model": "small", "prompt": "a"}
@@ -46,7 +47,8 @@ def test_what_only_labels_a_request_is_taken(label: dict[str, Any]) -> None:
     "body",
     [
         PROMPT | {"presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "echo": False, "suffix": None},
-        PROMPT | {"repetition_penalty": 1.0, "logprobs": None},
+        PROMPT | {"repetition_penalty": 1.0, "logprobs": None, "top_k": None},
+        PROMPT | {"repetition_penalty": 1},
         CHAT | {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "modalities": ["text"]},
         CHAT | {"response_format": {"type": "text"}, "logprobs": False, "logit_bias": {}, "n": 1},
         CHAT | {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}},
@@ -139,3 +141,25 @@ def test_a_developer_is_a_system_and_an_assistants_null_is_an_empty_turn() -> No
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": ""}, {"role": "assistant", "content": ""},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": [1.5] * 9000}, "input"),
+        ({"input": [[1.5] * 9000]}, "input"),
+        (PROMPT | {"prompt": [{}] * 9000}, "prompt"),
+        (PROMPT | {"structured_outputs": {"choice": [1] * 9000}}, "structured_outputs.choice[0]"),
+        (CHAT | {"messages": [{}] * 9000}, "messages[0].role"),
+        (CHAT | {"messages": [{"role": "user", "content": [{}] * 9000}]}, "messages[0].content"),
+        (CHAT | {"messages": [{"role": "assistant", "tool_calls": [1] * 9000}]}, "messages[0].tool_calls[0]"),
+        (CHAT | {"tools": [1] * 9000}, "tools[0]"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_list_is_refused_at_its_first_wrong_item(body: dict[str, Any], param: str) -> None:
+    kind = ChatBody if "messages" in body else CompletionBody if "prompt" in body else EmbeddingBody
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": "small"} | body)
+    assert caught.value.error_count() < 6  # an error for each item would need seconds in a long list
+    assert APIError.of_body(caught.value).content["error"]["param"] == param

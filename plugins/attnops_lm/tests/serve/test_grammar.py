@@ -14,7 +14,7 @@ from lm_server import FakeEngine, running
 from tokenizers import AddedToken, decoders, models
 
 from attnops_lm.serve import Delta, Request
-from attnops_lm.serve.grammar import Grammars, choice_rule, regex_rule
+from attnops_lm.serve.grammar import Grammars, choice_rule, json_rule, regex_rule
 from attnops_lm.testing import Characters
 from attnops_lm.tokenizer import Tokenizer
 
@@ -124,6 +124,49 @@ def test_multiples_are_served_and_white_space_stays_limited(url: str) -> None:
         assert " " * 41 not in text
 
 
+@pytest.mark.parametrize("keyword", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "const", "enum"])
+def test_the_largest_numbers_are_compared_exactly(keyword: str) -> None:
+    grammars, largest = Grammars(Characters(), 96), 2**53 - 1  # type: ignore[arg-type]
+
+    def fits(value: int) -> bool:
+        """Whether the digits of a number are allowed, and then its end."""
+        given = [largest] if keyword == "enum" else largest
+        rule = json_rule({"type": "array", "items": {"type": "integer", keyword: given}})
+        constraint = grammars.constraint(rule)
+        for token in Characters().encode(f"[{value}]"):
+            if token not in tokens_of(constraint.allowed, 96):
+                return False
+            constraint.push(token)
+        return True
+
+    accepted = {
+        "minimum": {largest, largest + 1}, "maximum": {largest - 1, largest}, "exclusiveMinimum": {largest + 1},
+        "exclusiveMaximum": {largest - 1},
+    }  # fmt: skip
+    values = {largest - 1, largest, largest + 1}
+    assert {x for x in values if fits(x)} == accepted.get(keyword, {largest})
+
+
+@pytest.mark.parametrize("bounds", [(0, 1), (0.5, 1), (-1, 0), (-0.5, 0.5), (0, None), (None, 0), (0.5, 1.5)])
+def test_excluded_numbers_are_not_accepted(bounds: tuple[float | None, float | None]) -> None:
+    names = ("exclusiveMinimum", "exclusiveMaximum")
+    given = {name: x for name, x in zip(names, bounds, strict=True) if x is not None}
+    rule = json_rule({"type": "array", "items": {"type": "number"} | given})
+    grammars = Grammars(Characters(), 96)  # type: ignore[arg-type]
+    low, high = (-9.0 if bounds[0] is None else bounds[0]), (9.0 if bounds[1] is None else bounds[1])
+    found = set()
+    values = ["0", "-0", "0.0", "-0.0", "1", "1.0", "-1", "-1.0", "0.5", "-0.5", "1.5", "0.25", "-0.25", "1.25", "-2"]
+    for value in values:
+        constraint = grammars.constraint(rule)
+        for token in Characters().encode(f"[{value}]"):
+            if token not in tokens_of(constraint.allowed, 96):
+                break
+            constraint.push(token)
+        else:
+            found.add(float(value))
+    assert found == {float(x) for x in values if low < float(x) < high}
+
+
 def test_thousands_of_choices_with_the_same_beginning() -> None:
     constraint = Grammars(Characters(), 96).constraint(choice_rule([f"text {i}" for i in range(2500)]))  # type: ignore[arg-type]
     for token in Characters().encode("text 2311"):
@@ -169,6 +212,25 @@ def test_log_probabilities_have_an_entry_for_every_token(url: str) -> None:
             "response_format",
             "100100 in units of 0.01, must be at most 10000",
         ),
+        (schema_format({"type": "integer", "maximum": 10**40}), "response_format", "from -(2**53 - 1) to 2**53 - 1"),
+        (
+            schema_format({"items": {"exclusiveMinimum": -(2.0**53)}}),
+            "response_format",
+            "exclusiveMinimum: -9007199254740992.0 must be from",
+        ),
+        (schema_format({"enum": [1, {"a": 2**53 + 1}]}), "response_format", "enum: 9007199254740993 must be from"),
+        ({"structured_outputs": {"json": {"const": 2**53}}}, "structured_outputs", "const: 9007199254740992 must be"),
+        (
+            schema_format({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}]}),
+            "response_format",
+            "exclusiveMinimum: 0 with maximum: 0.5 is not served; send minimum with a number beside 0",
+        ),
+        (
+            schema_format({"exclusiveMaximum": -1.0, "exclusiveMinimum": -1.5}),
+            "response_format",
+            "exclusiveMaximum: -1.0 with exclusiveMinimum: -1.5 is not served",
+        ),
+        ({"structured_outputs": {"regex": "(?ix)a #c\n b"}}, "structured_outputs", "x is not served with line ends"),
         (schema_format({"type": "object"}, name="a b"), "response_format.json_schema.name", "pattern"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs", "ends with a backslash"),

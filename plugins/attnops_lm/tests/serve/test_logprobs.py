@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import tokenizers
 from lm_server import FakeEngine, Scripted, running
@@ -166,9 +167,20 @@ def test_tokens_of_a_stop_string_or_an_end_are_in_no_answer() -> None:
     assert [y.token for x in found for y in x.logprobs] == script[:3]
 
 
+def test_a_token_keeps_its_own_numbers_and_no_other_rows() -> None:
+    found: list[Delta] = []
+    engine = FakeEngine()
+    engine.submit(Request([1], 1, emit=found.append, logprobs=3))
+    engine.step()
+    (token,) = found[0].logprobs
+    assert token.ids.base is None
+    assert token.values.base is None
+    assert token.most_likely == [(1, -0.5), (2, -1), (3, -1.5)]
+
+
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), -10_000.0])
 def test_what_json_has_no_number_for_becomes_minus_9999(value: float) -> None:
-    token = TokenLogprob(1, value, [(1, value)], 0)
+    token = TokenLogprob(1, value, 0, np.asarray([1]), np.asarray([value]))
     assert chat_logprobs([token], Characters())["content"][0]["logprob"] == -9999.0  # type: ignore[arg-type]
     assert completion_logprobs([token], Characters())["token_logprobs"] == [-9999.0]  # type: ignore[arg-type]
 

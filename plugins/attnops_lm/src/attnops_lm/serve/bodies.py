@@ -7,7 +7,20 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from attnops_lm.serve.fields import Label, Name, NoDict, NoList, Off, Only, Penalty, Stop, Strict, Unserved, json_object
+from attnops_lm.serve.fields import (
+    Items,
+    Label,
+    Name,
+    NoDict,
+    NoList,
+    Off,
+    Only,
+    Penalty,
+    Stop,
+    Strict,
+    Unserved,
+    json_object,
+)
 from attnops_lm.serve.grammar import choice_rule, json_rule, regex_rule
 from attnops_lm.serve.tools import Tool, ToolCall, ToolChoice, calls_rule, text_and_calls_rule
 
@@ -30,14 +43,14 @@ class Message(Strict):
     """One turn of a conversation. Fields that only answers of this API have are accepted too, if they are empty."""
 
     role: Annotated[Any, AfterValidator(Only(("system", "developer", "user", "assistant", "tool")))]
-    content: Annotated[str | Annotated[list[ContentPart], Field(min_length=1)] | None, Field(validate_default=True)] = (
-        None
-    )
+    content: Annotated[
+        str | Annotated[Items[ContentPart], Field(min_length=1)] | None, Field(validate_default=True)
+    ] = None
     name: Label = None
     refusal: Unserved = None
     audio: Unserved = None
     annotations: NoList = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
     function_call: Unserved = None
 
@@ -114,7 +127,7 @@ class StructuredOutputs(Strict):
 
     json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[Items[str], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def is_one(self) -> Self:
@@ -148,7 +161,7 @@ class Body(Strict):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=0)] = 0
+    top_k: Annotated[int, Field(ge=0)] | None = 0
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     ignore_eos: bool = False
@@ -192,7 +205,7 @@ class Body(Strict):
 class CompletionBody(Body):
     """``/v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: Off = None
     best_of: Any = None
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
@@ -213,11 +226,11 @@ class CompletionBody(Body):
 class ChatBody(Body):
     """``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     functions: NoList = None

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from attnops_lm.serve.answers import Answer
 from attnops_lm.serve.errors import APIError
-from attnops_lm.serve.fields import Label, Only, Strict
+from attnops_lm.serve.fields import Items, Label, Only, Strict
 from attnops_lm.serve.request import Delta, Request
 from attnops_lm.serve.text_of_json import encoded
 
@@ -25,7 +25,7 @@ class EmbeddingBody(Strict):
     """``/v1/embeddings``."""
 
     model: str
-    input: str | list[int] | list[str] | list[list[int]]
+    input: str | Items[int] | Items[str] | Items[Items[int]]
     encoding_format: Annotated[Any, AfterValidator(Only((None, "float", "base64")))] = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: Label = None

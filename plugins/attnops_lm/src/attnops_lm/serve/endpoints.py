@@ -16,10 +16,11 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attnops_lm.serve.answers import Answer, Events, TextAnswer
 from attnops_lm.serve.bodies import Body, ChatBody, CompletionBody, ResponseFormat
@@ -206,7 +207,7 @@ class Server:
         return [
             Request(
                 list(tokens), min(default, room) if limit is None else limit, temperature=body.temperature or 0.0,
-                top_k=body.top_k, top_p=1.0 if body.top_p is None else body.top_p, seed=seed, stop=stop,
+                top_k=body.top_k or 0, top_p=1.0 if body.top_p is None else body.top_p, seed=seed, stop=stop,
                 ignore_eos=body.ignore_eos, frequency_penalty=body.frequency_penalty or 0.0,
                 presence_penalty=body.presence_penalty or 0.0, logprobs=body.most_likely,
                 constraint=constraint and constraint.copy(),
@@ -233,6 +234,9 @@ class Server:
 
     async def _content(self, http: HTTPRequest) -> bytes:
         """The body, if it has at most ``largest`` bytes; reading stops beyond that."""
+        if (encoding := http.headers.get("content-encoding", "identity").lower()) != "identity":
+            message = f"Content-Encoding: {encoding!r} is not served; send the JSON itself"
+            raise APIError(415, message, code="unsupported_encoding", headers={"Accept-Encoding": "identity"})
         parts: list[bytes] = []
         size = 0
         async for part in http.stream():
@@ -251,7 +255,11 @@ class Server:
         name = http.scope.get("api_key") or (http.client and http.client.host)
         self.clients.find(name).begin_call()
         # In a thread: parsing, templates and tokenizers need seconds for long texts, and other clients must not wait.
-        body, requests = await asyncio.to_thread(read, await self._content(http))
+        try:
+            content = await self._content(http)
+        except ClientDisconnect:
+            return Response(status_code=499)  # to nobody
+        body, requests = await asyncio.to_thread(read, content)
         queue: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -291,17 +299,29 @@ class Server:
 
 
 class QuietEnd:
-    """Middleware that keeps requests that are cancelled because the server ends out of the log."""
+    """Middleware for requests that are cancelled because the server ends: they are not logged, and get status 503 if
+    their answer has not begun.
+    """
 
     def __init__(self, app: ASGIApp, engine: Engine) -> None:
         self.app, self.engine = app, engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, sending)
         except asyncio.CancelledError:
             if not self.engine.is_stopped:
                 raise
+            if scope["type"] == "http" and not has_begun:
+                error = APIError(503, "the server is shutting down", code="stopped")
+                await JSONResponse(error.content, error.status)(scope, receive, send)
 
 
 def application(engine: Engine, name: str, api_keys: Sequence[str] = (), limits: Limits = NO_LIMITS) -> Starlette:
@@ -327,7 +347,7 @@ def application(engine: Engine, name: str, api_keys: Sequence[str] = (), limits:
 
     async def refuse(_: HTTPRequest, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            error = APIError(error.status_code, error.detail)
+            error = APIError(error.status_code, error.detail, headers=error.headers)  # such as Allow
         assert isinstance(error, APIError)
         if error.status == 429:
             server.measured.refused[error.reason] += 1

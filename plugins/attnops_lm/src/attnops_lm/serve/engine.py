@@ -407,9 +407,8 @@ class Engine:
         text = "" if is_end else request.text.push(token)
         if request.logprobs is not None and not is_end:
             sampled, ids, values = (x[request.row] for x in result.logprobs)
-            most = request.logprobs
-            most_likely = [(int(i), float(x)) for i, x in zip(ids[:most], values[:most], strict=True)]
-            request.hidden.append(TokenLogprob(token, float(sampled), most_likely, start))
+            likely = (np.array(x[: request.logprobs]) for x in (ids, values))  # views would keep the arrays of all rows
+            request.hidden.append(TokenLogprob(token, float(sampled), start, *likely))
         is_full = request.count == request.max_tokens
         is_complete = request.ends is not None and request.ends(text)
         if request.constraint is not None and not is_end:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 from pydantic import ValidationError
 
@@ -19,9 +20,10 @@ class APIError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        self.headers = dict(headers or {}) | ({} if retry_after is None else {"Retry-After": str(retry_after)})
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.status, self.reason = status, code or kind
         self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -33,6 +33,10 @@ Unserved = Annotated[Any, AfterValidator(Only((None,)))]
 Off = Annotated[Any, AfterValidator(Only((None, False)))]
 NoList = Annotated[Any, AfterValidator(Only((None, [])))]
 NoDict = Annotated[Any, AfterValidator(Only((None, {})))]
+
+T = TypeVar("T")
+# Refused at its first wrong item: errors of a hundred thousand items would take seconds, and stop all threads.
+Items = Annotated[list[T], Field(fail_fast=True)]
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1)]

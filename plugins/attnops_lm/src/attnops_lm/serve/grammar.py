@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
@@ -22,6 +23,9 @@ _JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,40}"}}
 _HEADER = '%llguidance {"no_forcing": true}\n'
 _NO_TOKEN = "the vocabulary has no token that can come next"
 _LIMITS = LLParserLimits(verbose_errors=False)
+MAX_NUMBER = 2**53 - 1  # llguidance rounds larger integers to float64, or to the largest of int64
+_CONSTANT = ("const", "enum")
+_COMPARED = (*_CONSTANT, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_MULTIPLE = 10_000  # llguidance has a state, 0.4 kB, for each remainder of ``multipleOf``
 
 
@@ -29,17 +33,23 @@ def json_rule(schema: dict[str, Any]) -> str:
     """JSON that fits a JSON schema, for a rule in Lark's format.
 
     Raises:
-        ValueError: its values of ``multipleOf`` need too many states.
+        ValueError: its values of ``multipleOf`` need too many states, or a number in it is too large.
     """
-    check_multiples(schema)
+    check_numbers(schema)
     return f"%json {json.dumps(schema | _JSON_OPTIONS)}"
 
 
-def check_multiples(schema: Any) -> None:
+def check_numbers(schema: Any) -> None:
     """Raise `ValueError` if the values of ``multipleOf`` in a schema, or in a list of schemas, have too large a least
-    common multiple.
+    common multiple, if a number with which values are compared is beyond `MAX_NUMBER`, or if llguidance would accept a
+    number that is excluded.
     """
-    values = {Fraction(repr(x)) for x in _multiples(schema)}
+    values: set[Fraction] = set()
+    for keyword, x in _numbers(schema):
+        if keyword == "multipleOf":
+            values |= {Fraction(repr(x))} if x and math.isfinite(x) else set()  # llguidance refuses others
+        elif abs(x) > MAX_NUMBER:
+            raise ValueError(f"{keyword}: {x} must be from -(2**53 - 1) to 2**53 - 1; send a smaller number, or none")
     scale = 1  # llguidance multiplies fractions by a power of ten, so that all are whole
     while any(scale % x.denominator for x in values):
         scale *= 10
@@ -55,26 +65,50 @@ def check_multiples(schema: Any) -> None:
             )
 
 
-def _multiples(schema: Any) -> Iterator[int | float]:
-    """The numbers that are values of ``multipleOf``, other than 0 and infinities, which llguidance refuses."""
-    left = [schema]  # no recursion, which deep schemas would exceed
+def _numbers(schema: Any) -> Iterator[tuple[str, int | float]]:
+    """The numbers in values of the keywords that compare, and the keywords."""
+    left = [("", schema)]  # no recursion, which deep schemas would exceed
     while left:
-        part = left.pop()
+        keyword, part = left.pop()
         if isinstance(part, dict):
-            value = part.get("multipleOf")
-            if isinstance(value, int | float) and not isinstance(value, bool) and value and math.isfinite(value):
-                yield value
-            left.extend(part.values())
+            if keyword not in _CONSTANT:
+                _check_excluded(part)
+            left.extend((keyword if keyword in _CONSTANT else name, x) for name, x in part.items())
         elif isinstance(part, list):
-            left.extend(part)
+            left.extend((keyword, x) for x in part)
+        elif keyword in _COMPARED and _is_number(part):
+            yield keyword, part
+
+
+def _check_excluded(schema: dict[str, Any]) -> None:
+    """Raise `ValueError` if a whole number is excluded, and the other bound has the same digits before the point, such
+    as above 0 and at most 0.5: llguidance would accept it.
+    """
+    for sign, excluded, others in (
+        (1, "exclusiveMinimum", ("maximum", "exclusiveMaximum")),
+        (-1, "exclusiveMaximum", ("minimum", "exclusiveMinimum")),
+    ):
+        x = schema.get(excluded)
+        for other in others:
+            y = schema.get(other)
+            if _is_number(x) and _is_number(y) and x % 1 == 0 and sign * x >= 0 and sign * y < sign * x + 1:
+                rule = f"send {excluded[9:].lower()} with a number beside {x}"
+                raise ValueError(f"{excluded}: {x} with {other}: {y} is not served; {rule}")
+
+
+def _is_number(x: Any) -> TypeGuard[int | float]:
+    return isinstance(x, int | float) and not isinstance(x, bool)
 
 
 def regex_rule(regex: str) -> str:
     """A text that a regular expression matches as a whole, for a rule in Lark's format.
 
     Raises:
-        ValueError: the expression ends with a backslash. `Grammars.constraint` raises for other errors in it.
+        ValueError: the expression ends with a backslash, or has line ends that are not part of the text.
+            `Grammars.constraint` raises for other errors in it.
     """
+    if "\n" in regex and re.search(r"\(\?[A-Za-z]*x", regex):  # Lark has ``\n`` for them, which would be text
+        raise ValueError("the flag x is not served with line ends; write the expression in one line")
     if (len(regex) - len(regex.rstrip("\\"))) % 2:  # llguidance would leave it out
         raise ValueError("the expression ends with a backslash that escapes nothing")
     return f"/{regex_to_lark(regex, '')}/"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from attnops_lm.tokenizer import Tokenizer
 
@@ -14,19 +16,28 @@ _LEAST = -9999.0
 
 
 class TokenLogprob(NamedTuple):
-    """The log-probabilities of a generated token, and of the most likely tokens in its place.
+    """The log-probabilities of a generated token, and of the K most likely tokens in its place.
+
+    Arrays need a fifth of the memory of lists of numbers.
 
     Attributes:
         token: the token.
         value: its log-probability.
-        most_likely: tokens and their log-probabilities, the most likely first; as many as the request asks for.
         start: where the token's text begins in the text of the answer, in characters.
+        ids: int32 [K], the most likely tokens, the most likely first; as many as the request asks for.
+        values: float32 [K], their log-probabilities.
     """
 
     token: int
     value: float
-    most_likely: list[tuple[int, float]]
     start: int
+    ids: np.ndarray
+    values: np.ndarray
+
+    @property
+    def most_likely(self) -> list[tuple[int, float]]:
+        """The most likely tokens and their log-probabilities."""
+        return list(zip(self.ids.tolist(), self.values.tolist(), strict=True))
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], tokenizer: Tokenizer) -> dict[str, Any]:

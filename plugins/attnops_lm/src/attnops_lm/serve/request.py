@@ -22,7 +22,7 @@ class Delta(NamedTuple):
         text: text that is certain to be part of the answer; of an error, its message.
         finish_reason: "stop", "length", or "error".
         logprobs: the tokens whose text begins in the text up to here, if the request asks for log-probabilities.
-            With 20 likely ones a token needs 3 kB, and 10 kB more while a whole answer is encoded.
+            With 20 likely ones a token needs 0.6 kB, and 10 kB more while a whole answer is encoded.
         embedding: float32 [width], of length 1, if the request asks for it; no text comes then.
     """
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, field_validator
 from pydantic_core import PydanticCustomError
 
 from attnops_lm.serve.fields import Label, Name, Only, Strict, json_object
-from attnops_lm.serve.grammar import check_multiples, json_rule
+from attnops_lm.serve.grammar import check_numbers, json_rule
 
 if TYPE_CHECKING:
     from attnops_lm.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ def text_and_calls_rule(tools: Sequence[Tool]) -> str:
 
 def _rest(tools: Sequence[Tool]) -> str:
     """The rules of a call after its first mark."""
-    check_multiples([tool.function.parameters for tool in tools])
+    check_numbers([tool.function.parameters for tool in tools])
     one = " | ".join(f"call_{i}" for i in range(len(tools)))
     rules = [f'rest: "\\n" ({one}) "\\n{CLOSE}"']
     for i, tool in enumerate(tools):

@@ -148,9 +148,11 @@ def _sentence_piece(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _merges(pieces: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """All pairs of pieces that make a piece, the best first."""
+    """All pairs of pieces that make a piece, the best first; of pairs for one piece, as in runs of spaces, the one
+    whose left piece is longer, since SentencePiece joins from the left.
+    """
     found = [
-        (-scores[i], pieces[piece[:at]], pieces[piece[at:]], piece[:at], piece[at:])
+        (-scores[i], -at, piece[:at], piece[at:])
         for piece, i in pieces.items()
         for at in range(1, len(piece))
         if piece[:at] in pieces and piece[at:] in pieces

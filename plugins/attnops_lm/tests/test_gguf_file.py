@@ -95,7 +95,7 @@ def test_layers_with_windows_are_those_of_the_pattern(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_the_softmax_scale_of_gemma_with_27b_is_by_width(tmp_path: Path, family: str) -> None:
-    model = model_of("gemma3_text" if family == "gemma3" else family, num_hidden_layers=2, hidden_size=64)
+    model = model_of("gemma3_text" if family == "gemma3" else family, hidden_size=64)
     layers = {"gemma2": 46, "gemma3": 62}[family]
     path = write(tmp_path / "model.gguf", model, **{f"{family}__block_count": layers})
     assert config_of_gguf(path).softmax_scale == 0.25  # (64 / 4) ** -0.5
@@ -246,6 +246,20 @@ def test_a_model_for_embeddings_ends_texts_and_says_how_to_pool(
         return
     with pytest.raises(ValueError, match="has pooling_type=2, but the server pools by one of last, mean"):
         pooling_of(str(path))
+
+
+def test_without_an_output_a_file_is_tied_unless_it_pools(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", model_of("qwen3", tie_word_embeddings=True), qwen3__pooling_type=0)
+    assert (config_of_gguf(path).tie_word_embeddings, config_of_gguf(path).has_head) == (True, True)
+    model = model_of("qwen3")
+    whole = write(tmp_path / "whole.gguf", model, qwen3__pooling_type=3)
+    assert config_of_gguf(whole).has_head
+    found, _ = load_gguf(rewritten(whole, ("output.weight",), {}))
+    assert not found.config.has_head
+    ids = tokens((1, 9))
+    np.testing.assert_array_equal(found(ids).last_hidden_state, model(ids).last_hidden_state)
+    with pytest.raises(ValueError, match="the model has no head over the vocabulary"):
+        found.generate(ids)
 
 
 def llama3_divisors(base: float, D: int, factor: float) -> np.ndarray:

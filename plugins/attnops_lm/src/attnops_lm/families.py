@@ -326,7 +326,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
 
 def _check_read_back(config: Config, hf: Mapping[str, Any]) -> None:
     def fields(config: Config) -> dict[str, Any]:
-        values = dataclasses.asdict(config)
+        values = dataclasses.asdict(config) | {"has_head": True}  # which the names of the weights say
         values["rotary"] = {kind: dataclasses.replace(x, rotary_dim=x.rotated_dim) for kind, x in config.rotary}
         values["softmax_scale"] = config.softmax_scale or config.head_dim**-0.5
         values["sliding_window"] = config.sliding_window if "sliding_attention" in config.layer_types else None
@@ -387,7 +387,7 @@ def weights(config: Config, *, lm_head: bool = True) -> Iterator[Weight]:
     for i in range(config.num_layers):
         yield from _layer(config, i, f"layers.{i}", f"model.layers.{i}")
     yield Weight("norm.scale", "model.final_layernorm.weight" if config.family == "bamba" else "model.norm.weight")
-    if lm_head and not config.tie_word_embeddings:
+    if lm_head and config.has_head and not config.tie_word_embeddings:
         yield Weight("head.kernel", "lm_head.weight", swapped=True)
 
 

@@ -154,7 +154,8 @@ def fields_of(hf: Mapping[str, Any]) -> dict[str, Any]:
         fields |= {
             "ssm.conv_kernel": hf["mamba_d_conv"], "ssm.state_size": hf["mamba_d_state"],
             "ssm.group_count": hf["mamba_n_groups"], "ssm.time_step_rank": hf["mamba_n_heads"],
-            "ssm.inner_size": hf["mamba_expand"] * hf["hidden_size"], "attention.head_count_kv": kv, "rope.scaling.finetuned": True,
+            "ssm.inner_size": hf["mamba_expand"] * hf["hidden_size"], "attention.head_count_kv": kv,
+            "rope.scaling.finetuned": True,
         }  # fmt: skip
     return fields
 

@@ -37,13 +37,15 @@ def config_of(file: GGUFFile) -> Config:
     heads, width = fields.one("attention.head_count"), fields.one("embedding_length")
     D = fields.one("attention.key_length", width // heads)
     fields.check("attention.value_length", D)
+    # Without an output, a file that says how embeddings are pooled is taken for one without a head, else it is tied.
+    has_head = "output.weight" in tensors or not fields.get("pooling_type", 0)
     hf = {
         "vocab_size": len(required(file.fields, "tokenizer.ggml.tokens")),
         "hidden_size": width, "head_dim": D, "num_attention_heads": heads,
         "num_hidden_layers": fields.one("block_count") - fields.one("nextn_predict_layers", 0),
         "max_position_embeddings": fields.one("context_length"),
         "rms_norm_eps": fields.one("attention.layer_norm_rms_epsilon"),
-        "tie_word_embeddings": "output.weight" not in tensors,
+        "tie_word_embeddings": has_head and "output.weight" not in tensors,
         "attention_bias": any(f"blk.{i}.attn_{x}.bias" in tensors for i in range(fields.one("block_count"))
                               for x in ("q", "qkv")),
         "pad_token_id": file.fields.get("tokenizer.ggml.padding_token_id"),
@@ -59,7 +61,7 @@ def config_of(file: GGUFFile) -> Config:
     fields.check("rope.dimension_count", hf.get("rotary_dim", D))
     fields.check("rope.freq_base_swa", hf.get("rope_local_base_freq", hf["rope_theta"]))
     fields.check_all_read()
-    return config_from_hf(hf)
+    return config_from_hf(hf).replace(has_head=has_head)
 
 
 def _llama(fields: Fields, hf: Mapping[str, Any]) -> dict[str, Any]:

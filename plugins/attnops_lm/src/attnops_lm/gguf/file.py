@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class GGUFFile:
             raise ValueError(f"{self.path}: gguf can't convert {name}, {tensor.tensor_type.name}: {error}") from error
 
 
-def required(fields: dict[str, Any], name: str) -> Any:
+def required(fields: Mapping[str, Any], name: str) -> Any:
     """A field of a GGUF file; `ValueError` if it has none of this name."""
     if name not in fields:
         raise ValueError(f"the GGUF file has no field {name}, which is needed")

@@ -91,6 +91,7 @@ def test_layers_with_windows_are_those_of_the_pattern(tmp_path: Path) -> None:
     assert types(gemma3__attention__sliding_window_pattern=3) == "ssfssfs"
     assert types(gemma3__attention__sliding_window_pattern=[True, False] * 3 + [False]) == "sfsfsff"
     assert types(gemma3__attention__sliding_window=None) == "fffffff"
+    assert types(gemma3__attention__sliding_window=0, gemma3__attention__sliding_window_pattern=6) == "fffffff"
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

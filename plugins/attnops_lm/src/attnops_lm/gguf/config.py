@@ -70,12 +70,14 @@ def _llama(fields: Fields, hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"model_type": "llama"}
 
 
-def _layer_types(fields: Fields, count: int, default: int) -> list[str]:
-    """Of each layer, whether it has a window: by a list, or in all but the last of each ``default`` layers."""
+def _windows(fields: Fields, window: int, count: int, default: int) -> dict[str, Any]:
+    """The window, and which layers have it: by a list, or all but the last of each ``default`` layers."""
     pattern = fields.get("attention.sliding_window_pattern", default)
+    if not window:
+        return {"sliding_window": None, "layer_types": [_GLOBAL] * count}
     if not isinstance(pattern, list):
         pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(count)]
-    return [_LOCAL if x else _GLOBAL for x in pattern[:count]]
+    return {"sliding_window": window, "layer_types": [_LOCAL if x else _GLOBAL for x in pattern[:count]]}
 
 
 def _gemma(fields: Fields, hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,10 +96,7 @@ def _gemma(fields: Fields, hf: Mapping[str, Any]) -> dict[str, Any]:
         given |= {"model_type": "gemma3_text", "attn_logit_softcapping": None, "rope_local_base_freq": local}
         if hf.get("rope_scaling", {}).get("rope_type", "linear") != "linear":
             raise ValueError("gemma3.rope.scaling.type='yarn' must be none or linear; use safetensors")
-    if window:
-        types = _layer_types(fields, layers, 2 if is_second else 6)
-        return given | {"sliding_window": window, "layer_types": types}
-    return given | {"sliding_window": None, "layer_types": [_GLOBAL] * layers}
+    return given | _windows(fields, window, layers, 2 if is_second else 6)
 
 
 def _experts(fields: Fields) -> dict[str, Any]:
@@ -109,11 +108,8 @@ def _experts(fields: Fields) -> dict[str, Any]:
 
 def _gpt_oss(fields: Fields, hf: Mapping[str, Any]) -> dict[str, Any]:
     fields.check("expert_gating_func", 3)  # softmax over the chosen experts
-    given: dict[str, Any] = {
-        "model_type": "gpt_oss", "num_local_experts": fields.one("expert_count"),
-        "sliding_window": fields.one("attention.sliding_window"),
-        "layer_types": _layer_types(fields, hf["num_hidden_layers"], 2),
-    }  # fmt: skip
+    given = _windows(fields, fields.one("attention.sliding_window"), hf["num_hidden_layers"], 2)
+    given |= {"model_type": "gpt_oss", "num_local_experts": fields.one("expert_count")}
     # The ends of YaRN's ramp are not rounded in these models, which GGUF has no field for.
     scaling = hf.get("rope_scaling", {"rope_type": "default"})
     scaling = scaling | ({"truncate": False} if scaling["rope_type"] == "yarn" else {})

@@ -301,8 +301,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         ValueError: an option that a checkpoint of its family can't express.
     """
     family = FAMILIES[config.family]
-    is_partial = "partial_rotary_factor" in family.defaults
-    by_kind = {kind: _rope_parameters(rotary, is_partial) for kind, rotary in config.rotary}
+    by_kind = {kind: _rope_parameters(family, rotary) for kind, rotary in config.rotary}
     nested = config.family == "gemma3_text"
     hf = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
     hf |= {
@@ -340,11 +339,11 @@ def _check_read_back(config: Config, hf: Mapping[str, Any]) -> None:
             )
 
 
-def _rope_parameters(rotary: RotaryConfig, is_partial: bool) -> dict[str, Any]:
+def _rope_parameters(family: Family, rotary: RotaryConfig) -> dict[str, Any]:
     scaling: RotaryScaling = rotary.scaling
     kind = next(name for name, cls in SCALINGS.items() if type(scaling) is cls)
     given = {k: v for k, v in dataclasses.asdict(scaling).items() if v is not None}  # type: ignore[call-overload]
-    if is_partial or rotary.rotated_dim != rotary.head_dim:
+    if "partial_rotary_factor" in family.defaults or rotary.rotated_dim != rotary.head_dim:
         given["partial_rotary_factor"] = rotary.rotated_dim / rotary.head_dim
     return {"rope_type": kind, "rope_theta": rotary.base, **given}
 

@@ -82,15 +82,17 @@ def mapping(model: Decoder) -> list[Weight]:
 def config_of(model: Decoder) -> dict[str, Any]:
     """The Hugging Face ``config.json`` of a causal language model or of a classifier."""
     hf = config_to_hf(model.config)
+    # Gemma3ForCausalLM reads only text, but the other classes for text have it in their names.
+    text = "Text" if model.config.family == "gemma3_text" else ""
     if hasattr(model, "num_labels"):
         names = {i: f"LABEL_{i}" for i in range(model.num_labels)}
-        # Gemma3ForCausalLM reads only text, but the classifier for text is Gemma3TextForSequenceClassification.
-        text = "Text" if model.config.family == "gemma3_text" else ""
         (architecture,) = hf["architectures"]
         hf |= {
             "architectures": [architecture.replace("ForCausalLM", f"{text}ForSequenceClassification")],
             "id2label": names, "label2id": {name: i for i, name in names.items()},
         }  # fmt: skip
+    elif not model.config.has_head:
+        hf["architectures"] = [x.replace("ForCausalLM", f"{text}Model") for x in hf["architectures"]]
     return hf
 
 
@@ -137,6 +139,8 @@ def load(
     config = config_from_hf(hf)
     files = _files(directory)
     pretrained: Any = cls  # a `Pretrained` too
+    if pretrained.can_generate() and not config.tie_word_embeddings and _is_headless(files):
+        config = config.replace(has_head=False)
     model = pretrained.lazy_init(config, **(pretrained.head_options(hf) | options))
     _refuse_unread(directory, model, files)
     if mesh is not None:
@@ -145,8 +149,7 @@ def load(
 
     def read(name: str) -> jax.Array:
         if name not in files:
-            tied = "; if it is a model for embeddings, set tie_word_embeddings to true in config.json" * (name == HEAD)
-            raise ValueError(f"{directory} has no weight {name}; the config {config.family!r} needs it{tied}")
+            raise ValueError(f"{directory} has no weight {name}; the config {config.family!r} needs it")
         path, own = files[name]
         return handles[path].get_tensor(own)
 
@@ -193,6 +196,11 @@ def _files(directory: Path) -> Mapping[str, tuple[Path, str]]:
     return {start + name: (path, name) for name, path in files.items()}
 
 
+def _is_headless(files: Mapping[str, tuple[Path, str]]) -> bool:
+    """Whether there is no head, and names show that there should be none."""
+    return HEAD not in files and EMBEDDING in files and files[EMBEDDING][1] != EMBEDDING
+
+
 def _by_own_name(directory: Path) -> Mapping[str, Path]:
     """The file of each weight. The single file takes precedence over an index, as in transformers."""
     single, index = directory / SINGLE, directory / INDEX
@@ -232,14 +240,16 @@ def save(
     if unknown := sorted(set(gather) - {weight.path for weight in mapping(model)}):
         raise ValueError(f"gather_fns has {unknown[0]}, which is not a weight's path, such as layers.0.mlp.up.kernel")
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors, is_headless = {}, hasattr(model, "head") and not model.config.has_head
     for weight in mapping(model):
         value = param_of(model, weight.path)[...]
         value = gather.get(weight.path, lambda x: x)(value)
         value = value.swapaxes(-1, -2) if weight.swapped else value
         value = value if dtype is None else value.astype(dtype)
         for name, part in zip(weight.files, weight.split(value), strict=True):
-            tensors[name] = jnp.asarray(np.ascontiguousarray(jax.device_get(part)))
+            tensors[name.removeprefix("model.") if is_headless else name] = jnp.asarray(
+                np.ascontiguousarray(jax.device_get(part))
+            )
     save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
     written = config_of(model) | {"dtype": next(iter(tensors.values())).dtype.name}
     (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n")

@@ -66,6 +66,7 @@ class Config:
     layer_types: tuple[LayerType, ...]  # [L]
     sliding_window: int | None = None  # tokens that a query of a sliding layer sees, itself included
     tie_word_embeddings: bool = False
+    has_head: bool = True  # False: a model for embeddings, whose logits are NaN
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False  # queries and keys are normalised by head, before they are rotated
@@ -108,6 +109,14 @@ class Config:
     def has_linear_layers(self) -> bool:
         """Whether some layers keep a state in place of keys and values."""
         return "linear_attention" in self.layer_types
+
+    def require_head(self) -> None:
+        """Raise `ValueError` if the model has no head over the vocabulary, which its caller needs."""
+        if not self.has_head:
+            raise ValueError(
+                "the model has no head over the vocabulary, since its checkpoint is one for embeddings: it gives only "
+                "hidden states"
+            )
 
     def rotary_of(self, kind: LayerType) -> RotaryConfig:
         """How layers of this type rotate queries and keys."""

@@ -301,7 +301,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
         ValueError: an option that a checkpoint of its family can't express.
     """
     family = FAMILIES[config.family]
-    by_kind = {kind: _rope_parameters(rotary) for kind, rotary in config.rotary}
+    by_kind = {kind: _rope_parameters(family, rotary) for kind, rotary in config.rotary}
     nested = config.family == "gemma3_text"
     hf = {theirs: getattr(config, ours) for ours, theirs in SIZES.items()}
     hf |= {
@@ -325,7 +325,7 @@ def config_to_hf(config: Config) -> dict[str, Any]:
 
 def _check_read_back(config: Config, hf: Mapping[str, Any]) -> None:
     def fields(config: Config) -> dict[str, Any]:
-        values = dataclasses.asdict(config)
+        values = dataclasses.asdict(config) | {"has_head": True}  # which the names of the weights say
         values["rotary"] = {kind: dataclasses.replace(x, rotary_dim=x.rotated_dim) for kind, x in config.rotary}
         values["softmax_scale"] = config.softmax_scale or config.head_dim**-0.5
         values["sliding_window"] = config.sliding_window if "sliding_attention" in config.layer_types else None
@@ -339,11 +339,11 @@ def _check_read_back(config: Config, hf: Mapping[str, Any]) -> None:
             )
 
 
-def _rope_parameters(rotary: RotaryConfig) -> dict[str, Any]:
+def _rope_parameters(family: Family, rotary: RotaryConfig) -> dict[str, Any]:
     scaling: RotaryScaling = rotary.scaling
     kind = next(name for name, cls in SCALINGS.items() if type(scaling) is cls)
     given = {k: v for k, v in dataclasses.asdict(scaling).items() if v is not None}  # type: ignore[call-overload]
-    if rotary.rotated_dim != rotary.head_dim:
+    if "partial_rotary_factor" in family.defaults or rotary.rotated_dim != rotary.head_dim:
         given["partial_rotary_factor"] = rotary.rotated_dim / rotary.head_dim
     return {"rope_type": kind, "rope_theta": rotary.base, **given}
 
@@ -386,7 +386,7 @@ def weights(config: Config, *, lm_head: bool = True) -> Iterator[Weight]:
     for i in range(config.num_layers):
         yield from _layer(config, i, f"layers.{i}", f"model.layers.{i}")
     yield Weight("norm.scale", "model.final_layernorm.weight" if config.family == "bamba" else "model.norm.weight")
-    if lm_head and not config.tie_word_embeddings:
+    if lm_head and config.has_head and not config.tie_word_embeddings:
         yield Weight("head.kernel", "lm_head.weight", swapped=True)
 
 

@@ -197,8 +197,8 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
     ) -> None:
         rngs = nnx.Rngs(0) if rngs is None else rngs
         super().__init__(config, operation, metadata, dtype=dtype, rngs=rngs)
-        tied = config.tie_word_embeddings
-        self.head = None if tied else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
+        has_none = config.tie_word_embeddings or not config.has_head
+        self.head = None if has_none else Linear(config.hidden_size, config.vocab_size, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, input_ids: jax.Array | None = None, *, logits_at: jax.Array | None = None, **options: Any
@@ -228,7 +228,9 @@ class CausalLM(Decoder, Caching, Pretrained, Generation, CausalLMProtocol):
         return CausalLMOutput(self.logits(x), caches, hidden)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[B, T, M] to float32 [B, T, V]."""
+        """[B, T, M] to float32 [B, T, V]; NaN if `Config.has_head` is False."""
+        if not self.config.has_head:
+            return jnp.full((*hidden.shape[:-1], self.config.vocab_size), jnp.nan, jnp.float32)
         if self.head is not None:
             scores = self.head(hidden)
         else:

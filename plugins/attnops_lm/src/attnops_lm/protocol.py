@@ -241,9 +241,10 @@ class CausalLMProtocol(Protocol):
             A `CausalLMOutput` and the metrics.
 
         Raises:
-            ValueError: an argument that must not be given, ``inputs_embeds`` without labels, or labels that are not
-                integers [B, T].
+            ValueError: an argument that must not be given, ``inputs_embeds`` without labels, labels that are not
+                integers [B, T], or a model without a head.
         """
+        self.config.require_head()
         refuse(cache_metadata, output_attentions, output_hidden_states)
         labels = input_ids if labels is None else labels
         if labels is None:

@@ -13,27 +13,16 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import jinja2.sandbox
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from attnops_lm.origin import CONFIG, TEMPLATE, TOKENIZER
 
 if TYPE_CHECKING:
     import os
 
-_CONTROL, _USER_DEFINED = 3, 4  # GGUF's types of special tokens, and of others that are never split
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>")  # end a turn, also where a GGUF file names only another token
 # The characters that byte-level tokens have for bytes: the byte itself where it is visible, others from 256 on.
 _VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _HIDDEN = sorted(set(range(256)) - set(_VISIBLE))
 _BYTES = {chr(x): x for x in _VISIBLE} | {chr(256 + i): x for i, x in enumerate(_HIDDEN)}
-
-# How a text is split before byte-level BPE, by the name in GGUF files; None: single digits, and GPT-2's expression. The
-# expressions of transformers' tokenizers, which differ in how many digits are together.
-_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {"smollm": None, "qwen2": _SPLIT % "", "llama-bpe": _SPLIT % "{1,3}"}
 
 
 class Tokenizer:
@@ -57,48 +46,6 @@ class Tokenizer:
     ) -> None:
         self.backend, self.template, self.tool_template = backend, template, tool_template
         self.special, self.eos_ids = dict(special or {}), tuple(eos_ids)
-
-    @classmethod
-    def from_gguf(cls, fields: Mapping[str, Any]) -> Tokenizer:
-        """From the fields of a GGUF file whose tokenizer is the byte-level BPE of SmolLM, Llama 3, Qwen2 or Qwen3.
-
-        Raises:
-            ValueError: it is another one, or a field is missing.
-        """
-        if (kind := fields.get("tokenizer.ggml.pre")) not in _SPLITS:
-            raise ValueError(
-                f"tokenizer.ggml.pre={kind!r} must be one of {', '.join(_SPLITS)}; others split text in another way"
-            )
-        tokens, types, merges = (required(fields, f"tokenizer.ggml.{x}") for x in ("tokens", "token_type", "merges"))
-        merges = [tuple(merge.split(" ")) for merge in merges]
-        vocabulary = {t: i for i, t in enumerate(tokens)}
-        backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=kind == "llama-bpe"))
-        backend.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(tokenizers.Regex(split), "isolated") if (split := _SPLITS[kind])
-            else pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split),
-        ])  # fmt: skip
-        if kind == "qwen2":
-            backend.normalizer = normalizers.NFC()
-        backend.decoder = decoders.ByteLevel()
-        for token, of in zip(tokens, types, strict=True):
-            if of in (_CONTROL, _USER_DEFINED):
-                backend.add_tokens([AddedToken(token, special=of == _CONTROL, normalized=False)])
-        ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown")}
-        special = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
-        # Llama 3's texts begin with BOS, also where the file doesn't say it.
-        adds = {
-            "bos": fields.get("tokenizer.ggml.add_bos_token", kind == "llama-bpe" and ids["bos"] is not None),
-            "eos": fields.get("tokenizer.ggml.add_eos_token", False),  # of models for embeddings
-        }
-        bos, eos = ([tokens[required(fields, f"tokenizer.ggml.{x}_token_id")]] if adds[x] else [] for x in adds)
-        if bos or eos:
-            backend.post_processor = processors.TemplateProcessing(
-                single=[*bos, "$A", *eos], pair=[*bos, "$A", *eos, *bos, "$B", *eos],
-                special_tokens=[(token, vocabulary[token]) for token in (*bos, *eos)],
-            )  # fmt: skip
-        template, tool_template = (fields.get(f"tokenizer.chat_template{x}") for x in ("", ".tool_use"))
-        return cls(backend, template, special, eos_ids_of(fields), tool_template)
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str], eos_ids: Sequence[int] = ()) -> Tokenizer:
@@ -231,22 +178,6 @@ class Tokenizer:
             messages=[dict(message) for message in messages], tools=None if tools is None else list(tools),
             add_generation_prompt=add_generation_prompt, **self.special,
         )  # fmt: skip
-
-
-def required(fields: Mapping[str, Any], name: str) -> Any:
-    """A field of a GGUF file; `ValueError` if it has none of this name."""
-    if name not in fields:
-        raise ValueError(f"the GGUF file has no field {name}, which is needed")
-    return fields[name]
-
-
-def eos_ids_of(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens with which a text or a turn ends, by a GGUF file's fields."""
-    more = (fields.get(f"tokenizer.ggml.{x}_token_id") for x in ("eot", "eom"))
-    tokens, types = (required(fields, f"tokenizer.ggml.{x}") for x in ("tokens", "token_type"))
-    named = (i for i, (token, of) in enumerate(zip(tokens, types, strict=True)) if of == _CONTROL and token in _ENDS)
-    ids = [required(fields, "tokenizer.ggml.eos_token_id"), *(x for x in more if x is not None), *named]
-    return tuple(dict.fromkeys(int(x) for x in ids))
 
 
 def _refuse(message: str) -> None:

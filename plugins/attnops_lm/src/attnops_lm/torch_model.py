@@ -25,12 +25,14 @@ def to_torch(model: Decoder, loader: Any) -> Any:
 
     Raises:
         ModuleNotFoundError: torch or transformers is not installed.
-        ValueError: the model has a layer with LoRA or a quantised one, which transformers' model can't have.
+        ValueError: the model has a layer with LoRA or a quantised one, which transformers' model can't have, or it has
+            no head, which loader's model has.
     """
     import torch
     from transformers import AutoConfig
 
     refuse_wrapped(model)
+    model.config.require_head()  # else save_pretrained, and transformers.AutoModel
     hf = config_of(model)
     if hasattr(model, "num_labels") and hf["pad_token_id"] is None:
         hf["pad_token_id"] = 0

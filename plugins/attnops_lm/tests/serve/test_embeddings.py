@@ -196,3 +196,60 @@ def test_files_of_a_model_without_a_head_are_read(tmp_path: Path) -> None:
     again = CausalLM.from_pretrained(tmp_path)
     ids = jnp.asarray([[1, 2, 3]])
     assert jax.tree.leaves(again(ids).logits)[0].tolist() == model(ids).logits.tolist()
+
+
+def headless(directory: Path, **changes: Any) -> CausalLM:
+    """The model whose checkpoint, without its head, is written to the directory."""
+    model = small("llama", tie_word_embeddings=False, **changes)
+    model.save_pretrained(directory)
+    file = directory / "model.safetensors"
+    weights = {name.removeprefix("model."): x for name, x in load_file(file).items() if name != "lm_head.weight"}
+    save_file(weights, file, {"format": "pt"})
+    return model
+
+
+@pytest.mark.slow
+def test_a_model_without_a_head_is_for_embeddings_alone(tmp_path: Path) -> None:
+    whole = headless(tmp_path)
+    model = CausalLM.from_pretrained(tmp_path)
+    ids = jnp.asarray([[1, 2, 3]])
+    found = model(ids)
+    np.testing.assert_array_equal(found.last_hidden_state, whole(ids).last_hidden_state)
+    assert found.logits.shape == (1, 3, 96)
+    assert np.isnan(found.logits).all()
+    for use in (model.generate, model.compute_loss):
+        with pytest.raises(ValueError, match="the model has no head over the vocabulary, since its checkpoint is one"):
+            use(ids)
+    model.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == ["LlamaModel"]
+    assert CausalLM.from_pretrained(tmp_path / "again").config == model.config
+    engine = Engine(model, Characters(), rows=2, pages=PAGES, page_size=PAGE, max_length=LENGTH, chunks=[CHUNK])
+    with pytest.raises(ValueError, match="it only computes requests with embeds=True"):
+        engine.submit(Request([1], 1))
+    deltas: list[Delta] = []
+    engine.submit(Request([1, 2, 3], 1, embeds=True, emit=deltas.append))
+    while engine.step():
+        pass
+    np.testing.assert_allclose(deltas[-1].embedding, direct(whole, [1, 2, 3], "last"), atol=2e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_lost_its_head_is_refused(tmp_path: Path) -> None:
+    headless(tmp_path, num_hidden_layers=1)
+    file = tmp_path / "model.safetensors"
+    save_file({f"model.{name}": x for name, x in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"has no weight lm_head\.weight; the config 'llama' needs it"):
+        CausalLM.from_pretrained(tmp_path)
+
+
+def test_a_server_without_a_head_has_embeddings_alone() -> None:
+    turns = [{"role": "user", "content": "a"}]
+    with running(Counting(has_head=False)) as (_, url, _):
+        for path, more in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": turns})):
+            response = httpx.post(f"{url}/v1/{path}", json={"model": "fake", **more}, timeout=60)
+            assert (response.status_code, response.json()["error"]["code"]) == (400, "no_head")
+            assert response.json()["error"]["message"] == (
+                "model: 'fake' is for embeddings, and has no head over the vocabulary; send texts to /v1/embeddings"
+            )
+        answer = httpx.post(f"{url}/v1/embeddings", json={"model": "fake", "input": "a"}, timeout=60)
+        assert answer.status_code == 200

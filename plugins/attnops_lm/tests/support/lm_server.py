@@ -30,11 +30,16 @@ class FakeEngine(Engine):
     Args:
         seconds: the time of a step.
         fails_after: the number of steps after which it fails.
+        has_head: whether it can generate.
         **options: arguments of `Engine`, such as rows, pages and page_size.
     """
 
-    def __init__(self, *, seconds: float = 0.0, fails_after: int = 1 << 30, **options: Any) -> None:
-        config = SimpleNamespace(max_position_embeddings=1 << 20, vocab_size=96, hidden_size=4, has_linear_layers=False)
+    def __init__(
+        self, *, seconds: float = 0.0, fails_after: int = 1 << 30, has_head: bool = True, **options: Any
+    ) -> None:
+        config = SimpleNamespace(
+            max_position_embeddings=1 << 20, vocab_size=96, hidden_size=4, has_linear_layers=False, has_head=has_head
+        )  # fmt: skip
         model = SimpleNamespace(config=config, init_ragged_pages=lambda **_: ((), None))
         sizes = {"rows": 4, "pages": 1 << 10, "page_size": 16, "max_length": 1 << 12, "chunks": [64]}
         super().__init__(model, Characters(), **(sizes | options))  # type: ignore[arg-type]

@@ -100,6 +100,7 @@ def read_call(
     chunk: int | None,
 ) -> Call:
     """Check the arguments of `Generation.generate`."""
+    model.config.require_head()
     prompt = read_prompt(input_ids, attention_mask, model.config.vocab_size)
     most = config.new_tokens(int(prompt.lengths.max()))
     eos = config.eos_ids(model.config.eos_token_ids)

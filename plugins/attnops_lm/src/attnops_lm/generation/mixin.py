@@ -69,7 +69,8 @@ class Generation:
         pages, only for the pages in which beams differ).
 
         Raises:
-            ValueError: arguments that don't fit together, or more tokens than the model's context.
+            ValueError: arguments that don't fit together, more tokens than the model's context, or a model without a
+                head.
         """
         config = (GenerationConfig() if generation_config is None else generation_config).updated(kwargs)
         call = read_call(

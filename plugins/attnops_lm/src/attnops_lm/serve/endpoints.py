@@ -124,6 +124,7 @@ class Server:
 
     def _read_completion(self, content: bytes) -> tuple[Body, list[Request]]:
         body: CompletionBody = self._parse(content, CompletionBody)
+        self._check_head()
         self._check_options(body)
         tokens = self._tokens("prompt", body.prompt)
         make = functools.partial(self._requests, body, self._constraint(body), "prompt", len(tokens), 16)
@@ -131,6 +132,7 @@ class Server:
 
     def _read_chat(self, content: bytes) -> tuple[Body, list[Request]]:
         body: ChatBody = self._parse(content, ChatBody)
+        self._check_head()
         self._check_options(body)
         if body.max_tokens is not None and body.max_completion_tokens is not None:
             message = "max_tokens: it is the old name of max_completion_tokens, which is given too; leave one out"
@@ -169,6 +171,12 @@ class Server:
             raise APIError.of_body(error) from None
         self._check_name(body.model)
         return body
+
+    def _check_head(self) -> None:
+        """Refuse to generate by a model without a head over the vocabulary."""
+        if not self.engine.has_head:
+            message = f"model: {self.name!r} is for embeddings, and has no head over the vocabulary"
+            raise APIError(400, f"{message}; send texts to /v1/embeddings", "model", "no_head")
 
     @staticmethod
     def _check_options(body: Body) -> None:

@@ -91,6 +91,7 @@ class Engine:
         self.pooling, self.width = pooling, model.config.hidden_size
         self.tokenizer, self.rows, self.chunks, self.max_waiting = tokenizer, rows, sorted(chunks), max_waiting
         self.vocab_size, self.max_length = model.config.vocab_size, width * page_size
+        self.has_head = model.config.has_head
         self.eos_ids = frozenset(tokenizer.eos_ids)
         self.pages = Pages(pages, page_size, prefix_sharing and not model.config.has_linear_layers)
         self.table = np.full((rows, width), -1, np.int32)
@@ -153,6 +154,8 @@ class Engine:
                 f"{len(x.tokens)} tokens of prompt and max_tokens={x.max_tokens} must each be at least "
                 f"1, and together at most max_length={self.max_length}"
             )
+        if not x.embeds and not self.has_head:
+            raise ValueError("the model has no head over the vocabulary: it only computes requests with embeds=True")
         if not 0 <= min(x.tokens) <= max(x.tokens) < self.vocab_size:
             raise ValueError(
                 f"tokens from {min(x.tokens)} to {max(x.tokens)} must be in the vocabulary, 0 to {self.vocab_size - 1}"

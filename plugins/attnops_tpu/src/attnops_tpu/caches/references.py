@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -163,10 +163,7 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
         scales=tuple(map(Prefetched, values.scales)),
         query=query,
         by_row=tuple(map(by_item, values.by_row)),
-        new=None if new is None else Written(
-            Prefetched(new.first), Prefetched(new.stop), Prefetched(new.blocks),
-            tuple(map(by_item, new.tokens)),
-        ),
+        new=None if new is None else _written(plan, new, by_item),
         prompts=None if inputs.prompts is None else (_prompts(inputs.prompts), _prompt_buffers(plan, inputs.sources)),
         table=table,
         words=words,
@@ -205,6 +202,21 @@ def memory(plan: CachePlan, refs: PyTree) -> int:
     """Bytes of vector memory that a kernel may use: what it declares, scores that are spilled, and a margin."""
     scores = 16 * plan.R * min(plan.bk, 4 * plan.chunk)
     return min(plan.vmem, math.ceil(1.1 * (needed(refs, plan.sublanes) + scores)) + (4 << 20))
+
+
+def _written(plan: CachePlan, new: Written, by_item: Callable[[jax.Array], Input]) -> Written:
+    begin = None if new.begin is None else Prefetched(new.begin)
+    tokens = tuple(by_item(x) if begin is None else _by_token(plan, x, begin) for x in new.tokens)
+    return Written(Prefetched(new.first), Prefetched(new.stop), Prefetched(new.blocks), begin, tokens)
+
+
+def _by_token(plan: CachePlan, x: jax.Array, begin: Prefetched) -> Input:
+    """The T tokens that an item may have, of all [tokens, K, d]."""
+
+    def index(core: jax.Array, step: jax.Array, begin: Any) -> tuple[Any, ...]:
+        return begin[step * plan.cores + core], 0, 0
+
+    return Input(x, pl.BlockSpec(tuple(map(pl.Element, (plan.T, *x.shape[1:]))), index), by=begin)
 
 
 def _prompts(new: Prompts) -> Prompts:

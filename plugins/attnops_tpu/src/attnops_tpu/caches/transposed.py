@@ -198,6 +198,6 @@ class TransposedKernel(Kernel):
                 m = larger
             l = jnp.where(sees_any, l, 1.0)
             out = jnp.where(sees_any, acc * (factor / l), 0.0)
-            self._put(head, out.T)
+            self._put(head, out.astype(plan.out_dtype).T)
             if refs.lse is not None:
                 refs.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)

@@ -158,7 +158,7 @@ class Results:
         result = json.loads(text.strip().splitlines()[-1]) | {"regions": dataclasses.asdict(schedule.regions)}
         if job.name == "flywheel":
             depths = [(depth, len(list(run))) for depth, run in itertools.groupby(schedule.depths)]
-            result["outline"] = {"depths": depths, "spans": schedule.spans}
+            result["outline"] = {"depths": depths, "spans": [span[:3] for span in schedule.spans]}
         return result
 
 

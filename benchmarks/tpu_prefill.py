@@ -26,10 +26,11 @@ x86 and ``pip install attnops-tpu[aot] rich typer``.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -39,7 +40,7 @@ from tpu_kernels import PEAK, run
 from tpu_prefill_peers import Prompt, Tile, prompts
 
 from attnops_tpu.aot import devices
-from attnops_tpu.schedule import Schedule, measure
+from attnops_tpu.schedule import Schedule, Span, measure
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LENGTH: Final = 4096
@@ -191,42 +192,57 @@ def measured(batch: Batch, generation: str) -> tuple[list[list[Parts]], dict[str
     told: dict[str, Any] = run(command) if batch.decoding else {"names": [f"{KERNEL}.1"]}
     result = []
     for number, name in enumerate(told["names"]):
-        schedule, printed = measure(command, KERNEL, name)
+        schedule, printed = measure(command, KERNEL, name, has_sources=True)
         told |= json.loads(printed.strip().splitlines()[-1])
         together = len(told["plans"]) > len(told["names"])
-        plans, bodies = told["plans"], kinds(schedule)
-        if not together:
-            plans, bodies = [plans[number]], [schedule]
-        code, told["a chunk"] = writer(schedule, bodies) if together else (0, 0)
+        plans, bodies, steps = told["plans"], [schedule], [0]
+        if together:
+            bodies, steps, told["a chunk"] = kinds(schedule)
+        else:
+            plans, told["a chunk"] = [plans[number]], 0
         told["code"] = max(told.get("code", 0), schedule.bundles)
-        step = sum(map(bool, schedule.depths)) if together else 0
-        step -= code
-        step -= sum(max(x.stop - x.start for x in body.spans if x.depth == 1) for body in bodies) if together else 0
         result.append([
             Parts(plan["bq"], plan["bk"], plan["chunk"], plan["buffers"], plain, masked, around + step)
-            for plan, body in zip(plans, bodies, strict=True)
+            for plan, body, step in zip(plans, bodies, steps, strict=True)
             for plain, masked, around in [loop(body, plan["pieces"])]
         ])  # fmt: skip
     return result, told
 
 
-def kinds(schedule: Schedule) -> list[Schedule]:
-    """The schedules of small and of large items, which are branches of one kernel."""
-    # The outermost is the whole grid step.
-    spans = [x for x in schedule.spans if x.depth == 1 and x.stop - x.start < 0.9 * schedule.bundles]
-    longest = sorted(sorted(outermost(spans), key=lambda x: x.start - x.stop)[:2])
-    return [
+def kinds(schedule: Schedule) -> tuple[list[Schedule], list[int], int]:
+    """The parts of a kernel of small and large items, which are branches of a grid step.
+
+    Returns:
+        For both kinds of items their schedules, and the bundles of a step outside of these; and the bundles of a chunk
+        of new tokens of all heads.
+    """
+    from attnops_tpu.caches.mixed import _run_item
+    from attnops_tpu.caches.write_prompts import write_prompts
+
+    branches = [branch(schedule, _run_item, f"pl.when({condition})") for condition in ("~is_large", "is_large")]
+    bodies = [
         dataclasses.replace(schedule, spans=tuple(x for x in schedule.spans if y.start <= x.start and x.stop <= y.stop))
-        for y in longest
+        for y in branches
     ]
+    first = branch(schedule, write_prompts, "pl.when(")
+    depths = schedule.depths[first.start : first.stop]
+    # Before all that, blocks of an array that XLA keeps in vector memory are copied; a large item's is the largest.
+    copies = [x for x in schedule.spans if x.depth == 1 and x.stop <= first.start]
+    copies = [x for x in copies if not any(y != x and x.start <= y.start and y.stop <= x.stop for y in copies)]
+    lengths = sorted(x.stop - x.start for x in copies)
+    step = sum(map(bool, schedule.depths)) - sum(x.stop - x.start for x in (*branches, first, *copies))
+    return bodies, [step + sum(lengths[:-1]), step + sum(lengths[-1:])], depths.count(2) + KV_HEADS * depths.count(3)
 
 
-def writer(schedule: Schedule, bodies: list[Schedule]) -> tuple[int, int]:
-    """The bundles of the code that writes new tokens, which is before those of items, and of a chunk, of all heads."""
-    begin = min(span.start for body in bodies for span in body.spans)
-    code = max((x for x in schedule.spans if x.depth == 1 and x.stop <= begin), key=lambda x: x.stop - x.start)
-    depths = schedule.depths[code.start : code.stop]
-    return code.stop - code.start, depths.count(2) + KV_HEADS * depths.count(3)
+def branch(schedule: Schedule, function: Callable[..., Any], begin: str) -> Span:
+    """What is run if the condition of a line of a function holds; ``begin``: the line's first characters."""
+    lines, first = inspect.getsourcelines(function)
+    (number,) = (first + i for i, line in enumerate(lines) if line.strip().startswith(begin))
+    source = f"{Path(function.__code__.co_filename).name}:{number}"
+    found = outermost([x for x in schedule.spans if x.source == source])
+    if len(found) != 1:
+        raise LookupError(f"{source} makes {len(found)} branches of the kernel, but 1 is expected")
+    return found[0]
 
 
 def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool) -> Iterator[dict[str, Any]]:

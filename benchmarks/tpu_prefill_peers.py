@@ -174,7 +174,7 @@ def _rpa_v3_bundles(schedule: Schedule, tile: Tile, blocks: list[tuple[int, int]
 
 def _flywheel_bundles(schedule: Schedule, tile: Tile, blocks: list[tuple[int, int]], K: int) -> tuple[float, float]:
     depths = [(depth, len(list(run))) for depth, run in itertools.groupby(schedule.depths)]
-    outline = tpu_flywheel.Outline(depths, [tuple(span) for span in schedule.spans])
+    outline = tpu_flywheel.Outline(depths, [tuple(span[:3]) for span in schedule.spans])
     tiles, rows = sum(n for n, _ in blocks), len(blocks)
     # The masked body comes first in this kernel's code, and pages are waited for and unpacked before it for each tile.
     parts = tpu_flywheel.bundles(outline, rows, tiles, [float(rows), float(tiles - rows)], loads=tiles)

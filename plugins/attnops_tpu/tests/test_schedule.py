@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from attnops_tpu.schedule import UNITS, Block, Region, Regions, in_tiles, measure, read, regions_of
+from attnops_tpu.schedule import UNITS, Block, Region, Regions, Span, in_tiles, measure, read, regions_of, spans_of
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "tpu_schedule.py"
 
@@ -108,6 +108,16 @@ def test_a_whole_kernel_is_its_regions_times_their_trips() -> None:
     assert total == {"once": 7, "steps": 10 * regions.step, "body": 180, "clear": 2 * 16 * 8}
     with pytest.raises(LookupError, match=r"2 regions, of \[60, 0\] bundles, but 1 are expected: \['body'\]"):
         regions.total(10, [("body", 3, 0)])
+
+
+def test_branches_have_the_lines_that_make_them() -> None:
+    texts = [
+        "%1 = sbr.rel (%p0) /* loc(\"/a/item.py\":7:5 to :23) */ target = $region1 ;; vld /* loc(\"/a/b.py\":9:1 to :2) */",
+        "vst /* loc(\"/a/b.py\":9:1 to :2) */ ;; sbr.rel (%p1) target = $region2", "nop } /* Start region 2 */",
+        "nop } /* Start region 1 */",
+    ]  # fmt: skip
+    found = spans_of([f"  0x{i:x}   : > {{ {text} }}" for i, text in enumerate(texts)])
+    assert found == (Span(0, 3, 1, "item.py:7"), Span(1, 2, 1, ""))
 
 
 def contenders() -> Any:

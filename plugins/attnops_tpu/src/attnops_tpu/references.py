@@ -40,6 +40,8 @@ class Input:
 
     array: jax.Array
     spec: pl.BlockSpec
+    # What the index map is given after the step, in place of all that is prefetched; None for all.
+    by: Prefetched | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,12 @@ def call_kernel(
         by_place = dict(zip(order, given, strict=True))
         kernel(jax.tree.unflatten(structure, [by_place[place] for place in range(len(leaves))]))
 
+    def spec_of(x: Input) -> pl.BlockSpec:
+        if x.by is None or x.spec.index_map is None:
+            return x.spec
+        at, index = len(grid) + next(i for i, y in enumerate(scalars) if y is x.by), x.spec.index_map
+        return pl.BlockSpec(x.spec.block_shape, lambda *given: index(*given[: len(grid)], given[at]))
+
     call: Callable[..., Sequence[jax.Array]] = pl.pallas_call(
         body,
         out_shape=[x.array for x in outputs],
@@ -113,7 +121,7 @@ def call_kernel(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
-            in_specs=[ANY if isinstance(x, Output) else x.spec for x in inputs],
+            in_specs=[ANY if isinstance(x, Output) else spec_of(x) for x in inputs],
             out_specs=[x.spec for x in outputs],
             scratch_shapes=scratch,
         ),

@@ -48,6 +48,7 @@ _DELAY_SLOTS: Final = 4
 _STORE: Final = list(UNITS).index("VSTORE")
 _BUNDLE: Final = re.compile(r"\s*(?:0x[0-9a-f]+|0)\s[^{]*:([ >]*)\{")
 _BRANCH: Final = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
+_SOURCE: Final = re.compile(r"loc\(\"([^\"]+)\":(\d+)")
 _MARK: Final = re.compile(r"Start(?:/End empty)? region (\d+)")
 
 
@@ -71,11 +72,14 @@ class Span(NamedTuple):
         start: the branch.
         stop: the bundle that it goes to.
         depth: how many loops it is in; the outermost is the grid's.
+        source: the line of the kernel that makes the branch, such as ``"module.py:12"``; empty for what the compiler
+            adds, and if `measure` was not asked for sources.
     """
 
     start: int
     stop: int
     depth: int
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +166,9 @@ class Schedule:
         return max(self.blocks, key=lambda block: (block.uses["MATMUL"], block.bundles))
 
 
-def measure(command: list[str], kernel: str | None = None, only: str | None = None) -> tuple[Schedule, str]:
+def measure(
+    command: list[str], kernel: str | None = None, only: str | None = None, has_sources: bool = False
+) -> tuple[Schedule, str]:
     """Run a Python program that compiles a kernel, in a separate process, and read the kernel's schedule.
 
     Args:
@@ -170,6 +176,7 @@ def measure(command: list[str], kernel: str | None = None, only: str | None = No
         kernel: a substring of the kernel's name; None for the largest.
         only: the complete name of the kernel's instruction in the compiled program, such as ``"my_kernel.1"``: nothing
             else is dumped, which is many times faster.
+        has_sources: whether branches have the lines that make them, see `Span`.
 
     Returns:
         The schedule, and what the program printed.
@@ -181,6 +188,7 @@ def measure(command: list[str], kernel: str | None = None, only: str | None = No
     folder = tempfile.mkdtemp(prefix="attnops_schedule_")
     flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_hlo_text=true"
     flags += " --xla_jf_dump_llo_pass_label_regex=^final_"
+    flags += " --xla_mosaic_enable_llo_source_annotations=true" if has_sources else ""
     if only is not None:
         flags += f" --xla_jf_dump_only_matching_hlo={only}"
     try:
@@ -247,7 +255,7 @@ def regions_of(bundles: Sequence[str], table: Sequence[Sequence[int]]) -> Region
         table: the uses of each of `UNITS` by each bundle.
     """
     depth = depths_of(bundles)
-    spans = [(min(start + 1 + _DELAY_SLOTS, stop), stop) for start, stop, deep in spans_of(bundles) if deep]
+    spans = [(min(start + 1 + _DELAY_SLOTS, stop), stop) for start, stop, deep, _ in spans_of(bundles) if deep]
     leaves = [
         (start, end)
         for start, end in spans
@@ -268,7 +276,9 @@ def spans_of(bundles: Sequence[str]) -> tuple[Span, ...]:
     for i, (text, depth) in enumerate(zip(bundles, depths_of(bundles), strict=True)):
         branch = _BRANCH.search(text)
         if branch and begins.get(int(branch[1]), 0) > i:
-            spans.append(Span(i, begins[int(branch[1])], depth))
+            source = _SOURCE.search(branch[0])
+            line = "" if source is None else f"{os.path.basename(source[1])}:{source[2]}"
+            spans.append(Span(i, begins[int(branch[1])], depth, line))
     return tuple(spans)
 
 

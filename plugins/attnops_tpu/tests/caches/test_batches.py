@@ -34,7 +34,7 @@ def inputs_of(plan: CachePlan, first: int, B: int, writes: bool) -> KernelInputs
         values=CacheArrays((numbered(first, B), by_item), (by_item,), numbered(first, B, 3)),
         schedule=ItemSchedule(by_item, by_item + 1, by_item, by_item, following_of(plan, B), one, one),
         new=Written(numbered(first, B), numbered(first, B), numbered(first, B, 2).reshape(-1),
-                    (by_item,)) if writes else None,
+                    None, (by_item,)) if writes else None,
         prompts=None,
     )  # type: ignore[arg-type]  # fmt: skip
 
@@ -53,7 +53,7 @@ def test_each_call_is_given_its_rows(
     fields: dict[str, Any], writes: bool, cache_plan: Callable[..., CachePlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = cache_plan(B=6, **fields)
-    monkeypatch.setattr(batches, "rows_a_call", lambda nq, words, shared: 4 if words == (4 if writes else 0) else 0)
+    monkeypatch.setattr(batches, "rows_a_call", lambda nq, words, shared: 4 if words == (5 if writes else 0) else 0)
     monkeypatch.setattr(batches, "following", lambda plan, has_keys: has_keys.all() and following_of(plan, plan.B))
     given: list[tuple[CachePlan, KernelInputs]] = []
 

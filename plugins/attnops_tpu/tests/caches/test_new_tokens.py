@@ -33,8 +33,8 @@ def test_the_most_groups_that_consecutive_slots_lie_in(group: int) -> None:
         assert groups_of(T, group) == max((first + T - 1) // group + 1 for first in range(group))
 
 
-@pytest.mark.parametrize(("dtype", "T"), [(np.float32, 3), (np.float16, 5), (np.int8, 1), (np.int8, 9)])
-@pytest.mark.tier(quick=["float16-5", "int8-1"])
+@pytest.mark.parametrize(("dtype", "T"), [(np.float32, 10), (np.float16, 9), (np.int8, 9)])
+@pytest.mark.tier(quick=["float16-9"])
 def test_words_hold_the_tokens_of_whole_groups(dtype: Any, T: int, cache_plan: Callable[..., CachePlan]) -> None:
     plan = cache_plan(T=T, bq=T, unit=64, bk=64, S=128, cores=2)
     tokens = np.random.default_rng(0).integers(1, 100, (3, 2, T, 8)).astype(dtype)
@@ -42,6 +42,7 @@ def test_words_hold_the_tokens_of_whole_groups(dtype: Any, T: int, cache_plan: C
     blocks = np.array([[0, 1], [2, 3], [4, 5]], np.int32)
     array = SimpleNamespace(dtype=np.dtype(dtype))
     result = jax.jit(lambda x: written(plan, NewTokens({"key": x}, first, size, blocks), 10, {"key": array}))(tokens)
+    assert result.begin is None
     assert (result.stop - result.first).tolist() == size.tolist()
     assert result.blocks.tolist() == [10, 11, 12, 13, 14, 15]
     words = np.asarray(result.tokens[0])
@@ -50,14 +51,39 @@ def test_words_hold_the_tokens_of_whole_groups(dtype: Any, T: int, cache_plan: C
     group = group_of(False, tokens.itemsize, 64, plan.sublanes)
     for row in range(3):
         for index in range(size[row]):
-            slot = 0 if T == 1 else first[row] % group + index
-            word, place = divmod(slot, 4 // tokens.itemsize)
+            word, place = divmod(first[row] % group + index, 4 // tokens.itemsize)
             np.testing.assert_array_equal(bits[row, :, word, :, place], tokens[row, :, index])
+
+
+@pytest.mark.parametrize(("dtype", "T"), [(np.float32, 3), (np.float16, 5), (np.int8, 1)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.tier(quick=["int8-1"])
+def test_few_tokens_of_a_row_are_words_that_repeat_each(
+    packed: bool, dtype: Any, T: int, cache_plan: Callable[..., CachePlan]
+) -> None:
+    plan = cache_plan(T=T, bq=T, cores=2, scales="token_head")
+    shape, starts = ((1, 2, 7), np.array([0, 4, 7], np.int32)) if packed else ((3, 2, T), None)
+    random = np.random.default_rng(0)
+    given = {"key": random.integers(1, 100, (*shape, 8)).astype(dtype), "key_scale": random.random(shape, np.float32)}
+    first, size, blocks = np.array([0, 5, 61], np.int32), np.full(3, T, np.int32), np.zeros((3, 2), np.int32)
+    arrays: dict[str, Any] = {"key": None, "x": None, "key_scale": None}
+    result = jax.jit(
+        lambda given: written(plan, NewTokens(given | {"x": given["key"]}, first, size, blocks, starts), 0, arrays)
+    )(given)
+    words, _, scales = map(np.asarray, result.tokens)
+    assert result.begin.tolist() == [*([0, 4, 7] if packed else [0, T, 2 * T]), 0], "padded to as many as items"
+    assert len(words) == len(scales) == (7 if packed else 3 * T) + T, "an item has T from any row's first"
+    bits = words.view(dtype).reshape(len(words), 2, 8, -1)
+    for token in range(7 if packed else 3 * T):
+        row, index = (0, token) if packed else divmod(token, T)
+        wanted = given["key"][row, :, index, :, None]
+        np.testing.assert_array_equal(bits[token], np.broadcast_to(wanted, bits[token].shape))
+        np.testing.assert_array_equal(scales[token], np.repeat(given["key_scale"][row, :, index, None], 128, 1))
 
 
 def a_writer(plan: CachePlan, first: list[int], size: list[int]) -> Writer:
     slots = np.array(first, np.int32)
-    new = Written(slots, slots + np.array(size, np.int32), np.zeros(3, np.int32), ())
+    new = Written(slots, slots + np.array(size, np.int32), np.zeros(3, np.int32), None, ())
     return Writer(plan, SimpleNamespace(), new)  # type: ignore[arg-type]
 
 

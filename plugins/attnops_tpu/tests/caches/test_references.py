@@ -45,7 +45,7 @@ def inputs_of(
             i32(1, plan.nk, rows, plan.bk) if rows else None, (f32(plan.K),) * scales,
         ),
         schedule=ItemSchedule(*[i32(plan.items)] * len(ItemSchedule._fields)),
-        new=Written(i32(plan.B), i32(plan.B), i32(plan.B), (i32(plan.items, plan.K, 8, 8),) * plan.sources)
+        new=Written(i32(plan.B), i32(plan.B), i32(plan.B), None, (i32(plan.items, plan.K, 8, 8),) * plan.sources)
         if writes else None,
         prompts=Prompts(i32(1), *[i32(5)] * 6, (f32(1, plan.K, 24, plan.width),) * plan.sources) if prompts else None,
     )  # fmt: skip

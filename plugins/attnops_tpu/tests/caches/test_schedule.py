@@ -59,7 +59,7 @@ def test_items_read_from_the_first_to_the_last_unit_that_is_seen_or_written(
     seen = a_mask(plan.B, plan.T, plan.S)
     first = np.array([3, 40, plan.S - 2, 7, 0], np.int32)
     size = np.array([1, plan.T, plan.T if plan.is_ring else 2, 0, plan.T], np.int32)
-    new = Written(first, first + size, np.zeros(5, np.int32), ()) if writes and plan.nq == 1 else None
+    new = Written(first, first + size, np.zeros(5, np.int32), None, ()) if writes and plan.nq == 1 else None
     mask = Dense(seen[:, None]).bind(plan.B, plan.H, plan.T, plan.S)
     result = jax.jit(lambda: schedule(plan, mask, None, new))()
     wanted = by_loop(plan, seen, new)

@@ -25,8 +25,8 @@ def run_in_batches(
 ) -> KernelResults:
     """``run(plan, inputs)`` for all rows, in several calls if needed, each given what those before have written."""
     new = inputs.new
-    # A row that writes also has its first and last slot, and its blocks.
-    words = 0 if new is None else 2 + new.blocks.shape[0] // plan.B
+    # A row that writes also has its first and last slot, its first token, and its blocks.
+    words = 0 if new is None else 3 + new.blocks.shape[0] // plan.B
     words += 0 if inputs.packed is None else 2
     most = rows_a_call(plan.nq, words, words_of(inputs.prompts))
     if most >= plan.B:
@@ -100,5 +100,7 @@ class _Batch:
         return some._replace(following=after, missing=missing, row=row)
 
     def written(self, new: Written) -> Written:
-        tokens = tuple(map(self.items, new.tokens))
-        return Written(self.rows(new.first), self.rows(new.stop), self.pieces(new.blocks), tokens)
+        of_rows = new._replace(first=self.rows(new.first), stop=self.rows(new.stop), blocks=self.pieces(new.blocks))
+        if new.begin is None:
+            return of_rows._replace(tokens=tuple(map(self.items, new.tokens)))
+        return of_rows._replace(begin=self.items(new.begin))

@@ -64,15 +64,20 @@ class Chunk:
         plan = self.plan
         mask, shape = plan.scoring.mask, (self.size, self.rows) if plan.transposed else (self.rows, self.size)
         q, kv = self._indices()
-        visible = jnp.broadcast_to(kv < plan.S, shape)
+        # Each costs some instructions a register: no tile reaches beyond S if tiles divide it.
+        given = [kv < plan.S] if plan.S % plan.bk else []
         if mask is not None:
-            given = self._values("mask")
-            visible &= jnp.broadcast_to(self._apply(mask, None, q, kv, given), shape)
+            given.append(self._apply(mask, None, q, kv, self._values("mask")))
         if self.refs.missing is not None:
             present = self.refs.missing.present[:1, self.keys]
-            visible &= jnp.broadcast_to((_to_column(plan, present) if plan.transposed else present) != 0, shape)
-        # The values by key of a FULL tile were not transferred.
-        return visible | (jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0)
+            given.append((_to_column(plan, present) if plan.transposed else present) != 0)
+        visible = functools.reduce(
+            jnp.bitwise_and, [jnp.broadcast_to(x, shape) for x in given or [jnp.ones(shape, bool)]]
+        )
+        if self.refs.by_key_buffer is not None:
+            # The values by key of a FULL tile were not transferred.
+            visible |= jnp.full(shape, self.tile.is_full.astype(jnp.int32)) != 0
+        return visible
 
     def seen(self, visible: jax.Array) -> Seen:
         """The keys that some query sees, from `visible`."""

@@ -60,12 +60,12 @@ def packed_arrays(plan: CachePlan, first: jax.Array, count: jax.Array) -> Packed
 
 
 def packed_queries(plan: CachePlan, query: jax.Array) -> jax.Array:
-    """[N, H, D] to [K, N, G, key_lanes], or as many as a tile, times the folded factor of the scale."""
+    """[N, H, D] to [N, K, G, key_lanes], or as many as a tile, times the folded factor of the scale."""
     x = query.astype(plan.dtype)
     if plan.folded != 1.0:
         x = x * jnp.asarray(plan.folded, plan.dtype)
     x = jnp.pad(x, ((0, max(plan.bq - plan.N, 0)), (0, 0), (0, plan.key_lanes - plan.D)))
-    return x.reshape(-1, plan.K, plan.G, plan.key_lanes).swapaxes(0, 1)
+    return x.reshape(-1, plan.K, plan.G, plan.key_lanes)
 
 
 class Outputs(NamedTuple):

@@ -180,9 +180,7 @@ class Kernel:
     def _given(self, head: int) -> jax.Array:
         """The packed queries of the tile for a kv head, [R, key_lanes]."""
         plan, query = self.plan, self.refs.query
-        if plan.interpret:  # the interpreter has no accesses to a reshaped reference
-            return query[head].reshape(plan.R, plan.key_lanes)
-        return query.reshape(plan.K, plan.R, plan.key_lanes)[head]
+        return query[:, head].reshape(plan.R, plan.key_lanes)
 
     def _put(self, head: int, x: jax.Array) -> None:
         """Keep the outputs [R, value_lanes] of a kv head."""

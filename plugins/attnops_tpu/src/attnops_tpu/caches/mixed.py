@@ -84,7 +84,7 @@ def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, Ke
     """
     (plan, inputs), other = small, large[0]
     new = inputs.new
-    words = 3 + len(large[1].values.scalars) + (0 if new is None else 2 + new.blocks.shape[0] // plan.B)
+    words = 3 + len(large[1].values.scalars) + (0 if new is None else 3 + new.blocks.shape[0] // plan.B)
     words += 4 if plan.N else 0
     shared = words_of(inputs.prompts)
     # Interpreted, tiles of keys of the same given size may be rounded differently.
@@ -163,7 +163,10 @@ def _references(
     some = following(whole.small, given.stop > given.first)
     new = small.new
     if new is not None:
-        new = new._replace(first=of_small(new.first), stop=of_small(new.stop), blocks=of_small(new.blocks))
+        assert new.begin is not None
+        # Steps of large items have the tokens of the small item before: so none are transferred.
+        begin = new.begin[order.places[0]]
+        new = new._replace(first=of_small(new.first), stop=of_small(new.stop), blocks=of_small(new.blocks), begin=begin)
     values = small.values._replace(scalars=tuple(map(of_small, small.values.scalars)))
     small = small._replace(schedule=given._replace(following=some), new=new, values=values)
     values = large.values._replace(scalars=tuple(map(of_large, large.values.scalars)))

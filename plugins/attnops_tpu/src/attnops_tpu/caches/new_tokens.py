@@ -1,7 +1,8 @@
-"""The new tokens of a step in the layout in which the kernel writes them: whole groups of slots.
+"""The new tokens of a step in the layout in which the kernel writes them.
 
 A transfer moves whole *groups* of slots, which fill a register's sublanes: of 8 sublanes 8 slots of 32 bits, 16 of 16,
-32 of 8; or 128 slots of scales, which are in the lanes. New tokens are given in groups aligned as the row's.
+32 of 8; or 128 slots of scales, which are in the lanes. Few new tokens of a row are given one by one, each as words
+that repeat it: so the kernel puts it in any slot. More are given in groups aligned as the row's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax import lax
 
 from attnops_caches import NewTokens
 from attnops_tpu.caches.plan import CachePlan
-from attnops_tpu.caches.tile_sizes import LANES
+from attnops_tpu.caches.tile_sizes import LANES, MAX_BY_TOKEN
 
 
 class Written(NamedTuple):
@@ -28,9 +29,10 @@ class Written(NamedTuple):
     # follows.
     stop: Any
     blocks: Any  # the blocks with new tokens of each row, int32 [B · blocks per row]
-    # bits of tokens as they are stored, int32 words [rows, K, n, d] of 1, 2 or 4 slots each: whole groups, or, for one
-    # token per row, one word that repeats it. Scales float32 [rows, K, n], whole groups. There are as many rows
-    # as items.
+    begin: Any  # if tokens are given one by one, an item's first, int32 [items]; else None
+    # One by one: int32 words [tokens, K, d] that repeat a token's bits 1, 2 or 4 times, and scales float32
+    # [tokens, K, 128], the same in all lanes; at least T from each `begin` on. Else whole groups of each item: bits of
+    # tokens as they are stored, int32 words [items, K, n, d] of 1, 2 or 4 slots each, and scales float32 [items, K, n].
     tokens: tuple[Any, ...]
 
 
@@ -56,32 +58,48 @@ def written(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapp
 
     Args:
         plan: the plan of the call.
-        new: the new tokens.
+        new: the new tokens; if they are written one by one, those of a batch, or packed ones.
         base: the first block of the cache.
         blocks: the arrays that are written to, by name; scales last. JAX sorts the names of ``new.tokens``.
     """
+    B, stop, of_blocks = new.first.shape[0], new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32)
     tokens = []
+    if plan.T <= MAX_BY_TOKEN:
+        begin = jnp.arange(B, dtype=jnp.int32) * plan.T if new.starts is None else new.starts
+        tokens = [_one_by_one(plan, new.tokens[name], i >= plan.token_arrays) for i, name in enumerate(blocks)]
+        return Written(new.first, stop, of_blocks, jnp.pad(begin, (0, plan.items - B)), tuple(tokens))
     for i, (name, array) in enumerate(blocks.items()):
         group = group_of(i >= plan.token_arrays, array.dtype.itemsize, plan.unit, plan.sublanes)
         token = jnp.arange(groups_of(plan.T, group) * group, dtype=jnp.int32) - (new.first % group)[:, None]
         token, x = jnp.clip(token, 0, plan.T - 1)[:, None], new.tokens[name]
         words = jnp.take_along_axis(x, token, 2) if i >= plan.token_arrays else _words_of(x, token[..., None])
         tokens.append(jnp.pad(words, ((0, plan.items - plan.B), *[(0, 0)] * (words.ndim - 1))))
-    return Written(new.first, new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32), tuple(tokens))
+    return Written(new.first, stop, of_blocks, None, tuple(tokens))
+
+
+def _one_by_one(plan: CachePlan, x: jax.Array, is_scale: bool) -> jax.Array:
+    """`Written.tokens` of tokens [B, K, T, d] or scales [B, K, T] of a batch, or packed [1, K, N, d] or [1, K, N]."""
+    x = jnp.broadcast_to(x[..., None], (*x.shape, LANES)) if is_scale else _repeated(x)
+    x = x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3])
+    return jnp.pad(x, ((0, plan.T), (0, 0), (0, 0)))
+
+
+def _repeated(x: jax.Array) -> jax.Array:
+    """Words of 32 bits that repeat the bits of elements."""
+    itemsize = x.dtype.itemsize
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * itemsize}")).astype(jnp.uint32)
+    words = (bits << (8 * itemsize * i) for i in range(4 // itemsize))
+    return lax.bitcast_convert_type(functools.reduce(jnp.bitwise_or, words), jnp.int32)
 
 
 def _words_of(x: jax.Array, token: jax.Array) -> jax.Array:
-    """The ``token`` [B, 1, n, 1] of each slot, of tokens [B, K, T, d], as words of 32 bits.
-
-    If T is 1, one word that repeats the token.
-    """
+    """The ``token`` [B, 1, n, 1] of each slot, of tokens [B, K, T, d], as words of 32 bits."""
     itemsize = x.dtype.itemsize
     packed, bits = 4 // itemsize, lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * itemsize}"))
 
     def shifted(i: int) -> jax.Array:
         # Not by a bitcast of pairs or fours: as a last axis, they would be padded to 128 lanes.
-        some = bits if x.shape[2] == 1 else jnp.take_along_axis(bits, token[:, :, i::packed], 2)
-        return some.astype(jnp.uint32) << (8 * itemsize * i)
+        return jnp.take_along_axis(bits, token[:, :, i::packed], 2).astype(jnp.uint32) << (8 * itemsize * i)
 
     words = functools.reduce(jnp.bitwise_or, map(shifted, range(packed)))
     return lax.bitcast_convert_type(words, jnp.int32)

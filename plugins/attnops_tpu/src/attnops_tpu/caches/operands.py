@@ -43,7 +43,7 @@ class CacheArrays(NamedTuple):
 class KernelInputs(NamedTuple):
     """The arrays of a call of the kernel."""
 
-    query: jax.Array  # [items, K, R, key_lanes], or packed queries [K, N, G, key_lanes] that are read in place
+    query: jax.Array  # [items, K, R, key_lanes], or packed queries [N, K, G, key_lanes] that are read in place
     # arrays of blocks [blocks, K, n, d]: keys, and values unless they are latent or joined; then the scales of keys and
     # of values by token, [blocks, K, n].
     sources: tuple[jax.Array, ...]
@@ -183,7 +183,7 @@ _LAYOUTS = {Kind.SCALAR: _scalar, Kind.BY_ROW: _by_row, Kind.BY_KEY: _by_key}
 def queries(plan: CachePlan, query: jax.Array) -> jax.Array:
     """[B, T, H, D] to [items, K, R, key_lanes], times the folded factor of the scale, which does not round.
 
-    Packed queries that are read in place are [N, H, D], and become [K, N, G, key_lanes], or as many as a tile.
+    Packed queries that are read in place are [N, H, D], and become [N, K, G, key_lanes], or as many as a tile.
     """
     if plan.N:
         return packed_queries(plan, query)

@@ -16,7 +16,7 @@ from attnops.masks import Mask
 from attnops_caches import NewTokens, PagedCache, StoredCache
 from attnops_caches.masks import Packed, PackedByRow
 from attnops_tpu.caches.in_place import begin_of
-from attnops_tpu.caches.tile_sizes import SMALL_TILES, Heads, packed_queries_a_tile
+from attnops_tpu.caches.tile_sizes import MAX_BY_TOKEN, SMALL_TILES, Heads, packed_queries_a_tile
 from attnops_tpu.generations import generation
 
 CacheType = TypeVar("CacheType", bound=StoredCache)
@@ -120,11 +120,22 @@ def new_of_tiles(
     if generation().cores > 1:
         cache, others = written_before(cache, new, ~is_one), None
     size = jnp.where(batch.exists & is_one[batch.row], new.size[batch.row], 0)
-    token = jnp.minimum(new.starts[batch.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
-    tokens = {name: x[0][:, token].swapaxes(0, 1) for name, x in new.tokens.items()}
+    starts, tokens = new.starts, new.tokens
+    if bq > MAX_BY_TOKEN:
+        token = jnp.minimum(starts[batch.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
+        tokens = {name: x[0][:, token].swapaxes(0, 1) for name, x in tokens.items()}
+    elif cache.batch * bq < N:
+        # The first of each row. Of tokens as they were given: as they are stored, tokens are not the first axis, and XLA
+        # would copy all to another layout.
+        assert new.given is not None
+        token = jnp.minimum(starts[:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1).reshape(-1)
+        starts = jnp.arange(cache.batch, dtype=jnp.int32) * bq
+        key, value = (None if x is None else x[:, token] for x in (new.given.key, new.given.value))
+        tokens = cache.store.encoded(key, value)
     # The blocks that a tile's tokens may lie in, among those that any row's might.
     most = (bq - 1) // cache.page_size + 1 + (bq > 1) if isinstance(cache, PagedCache) else 1
-    return cache, NewTokens(tokens, new.first[batch.row], size, new.blocks[batch.row, :most]), others
+    blocks, begin = new.blocks[batch.row, :most], None if bq > MAX_BY_TOKEN else starts[batch.row]
+    return cache, NewTokens(tokens, new.first[batch.row], size, blocks, begin), others
 
 
 def has_packed(mask: Mask | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -63,7 +63,7 @@ class CacheRefs(NamedTuple):
     block: Any  # [1], the first block of the cache; `run_item` reads it once
     scalars: tuple[Any, ...]  # [B] or [items] each, values that are one number per item
     scales: tuple[Any, ...]  # [K] each, the scales of keys, and of values; empty unless scales are by head
-    query: Any  # [1, K, R, key_lanes], or [K, bq, G, key_lanes] if queries are read in place
+    query: Any  # [1, K, R, key_lanes], or [bq, K, G, key_lanes] if queries are read in place
     by_row: tuple[Any, ...]  # [1, K or 1, R padded to lanes] each, values by row
     # the new tokens, of which first, stop and blocks are in scalar memory; None for a call that writes none.
     new: Written | None
@@ -100,7 +100,7 @@ class CacheRefs(NamedTuple):
         """Assert the shapes of references."""
         K, R, rows = plan.K, plan.R, rows_by_key(plan)
         state = (plan.rows_of_number, R) if plan.transposed else (R, LANES)
-        assert self.query.shape == ((K, plan.bq, plan.G) if plan.N else (1, K, R)) + (plan.key_lanes,)
+        assert self.query.shape == ((plan.bq, K, plan.G) if plan.N else (1, K, R)) + (plan.key_lanes,)
         assert self.out.shape == ((plan.N, K, plan.G) if plan.N else (1, K, R)) + (plan.value_lanes,)
         assert self.lse is None or self.lse.shape == (1, K, *((1, R) if plan.transposed else (R, LANES)))
         assert self.state.m.shape == self.state.l.shape == (K, *state)
@@ -163,10 +163,7 @@ def references(plan: CachePlan, inputs: KernelInputs, places: int | None = None)
         scales=tuple(map(Prefetched, values.scales)),
         query=query,
         by_row=tuple(map(by_item, values.by_row)),
-        new=None if new is None else Written(
-            Prefetched(new.first), Prefetched(new.stop), Prefetched(new.blocks),
-            tuple(map(by_item, new.tokens)),
-        ),
+        new=None if new is None else _written(plan, new, by_item),
         prompts=None if inputs.prompts is None else (_prompts(inputs.prompts), _prompt_buffers(plan, inputs.sources)),
         table=table,
         words=words,
@@ -207,6 +204,21 @@ def memory(plan: CachePlan, refs: PyTree) -> int:
     return min(plan.vmem, math.ceil(1.1 * (needed(refs, plan.sublanes) + scores)) + (4 << 20))
 
 
+def _written(plan: CachePlan, new: Written, by_item: Callable[[jax.Array], Input]) -> Written:
+    begin = None if new.begin is None else Prefetched(new.begin)
+    tokens = tuple(by_item(x) if begin is None else _by_token(plan, x, begin) for x in new.tokens)
+    return Written(Prefetched(new.first), Prefetched(new.stop), Prefetched(new.blocks), begin, tokens)
+
+
+def _by_token(plan: CachePlan, x: jax.Array, begin: Prefetched) -> Input:
+    """The T tokens that an item may have, of all [tokens, K, d]."""
+
+    def index(core: jax.Array, step: jax.Array, begin: Any) -> tuple[Any, ...]:
+        return begin[step * plan.cores + core], 0, 0
+
+    return Input(x, pl.BlockSpec(tuple(map(pl.Element, (plan.T, *x.shape[1:]))), index), by=begin)
+
+
 def _prompts(new: Prompts) -> Prompts:
     return jax.tree.map(Prefetched, new)._replace(tokens=tuple(Input(x, ANY) for x in new.tokens))
 
@@ -233,13 +245,13 @@ def _by_item(plan: CachePlan, x: Any, places: int | None = None) -> Input:
 
 
 def _in_place(plan: CachePlan, lanes: int, places: int | None) -> pl.BlockSpec:
-    """The block of a grid step of packed queries [K, N, G, lanes], which begins at any of them."""
+    """The block of a grid step of packed queries [N, K, G, lanes], which begins at any of them."""
 
     def index(core: jax.Array, step: jax.Array, *prefetched: Any) -> tuple[Any, ...]:
         first = prefetched[0][step * plan.cores + core] if places is None else prefetched[2 + places][step]
-        return 0, begin_of(first, plan.N, plan.bq), 0, 0
+        return begin_of(first, plan.N, plan.bq), 0, 0, 0
 
-    return pl.BlockSpec(tuple(map(pl.Element, (plan.K, plan.bq, plan.G, lanes))), index)
+    return pl.BlockSpec(tuple(map(pl.Element, (plan.bq, plan.K, plan.G, lanes))), index)
 
 
 def _buffer(plan: CachePlan, x: jax.Array) -> tuple[int, ...]:

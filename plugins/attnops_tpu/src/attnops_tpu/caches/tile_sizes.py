@@ -21,6 +21,8 @@ LANES: Final = 128
 PIECE: Final = 128
 # The most bytes of a row's new tokens; vector memory holds those of two rows.
 MAX_NEW: Final = 8 << 20
+# Up to so many new tokens of a row are written one by one, more by whole groups of slots.
+MAX_BY_TOKEN: Final = 8
 # A unit of a storage without pages, and the most units per tile: each has transfers of its own.
 _UNIT: Final = 128
 _MAX_UNITS: Final = 512

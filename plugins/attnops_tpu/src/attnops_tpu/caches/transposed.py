@@ -8,6 +8,8 @@ the state. NOTES.md has the figures.
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,16 +76,26 @@ class TransposedKernel(Kernel):
             self._step([], 0, done, once)
 
     def _mask(self, chunk: Chunk, place: tuple[int, int], once: _Once) -> tuple[jax.Array, Seen]:
-        """What is visible of a part, which all parts of the same queries share unless heads have different masks."""
-        of_head, first = chunk.mask_varies_by_head, chunk.at.start
-        rows = (chunk.head, first) if of_head else (first if self.plan.N else first % self.plan.bq, chunk.rows)
+        """What is visible of a part, and which of its keys some query of the tile sees.
 
-        def make() -> tuple[jax.Array, Seen]:
-            visible = chunk.visible()
-            # Tokens that no query of the unit sees may hold NaN, and 0 · NaN is NaN.
-            return visible, chunk.seen(visible)
+        Parts of the same queries share the first, and all of the tile the second, unless heads have different masks.
+        """
+        heads = (chunk.head,) if chunk.mask_varies_by_head else ()
 
-        return once.of(("mask", *place, *rows), make)
+        def visible(first: int, rows: int) -> jax.Array:
+            queries = first if heads or self.plan.N else first % self.plan.bq
+            of_rows = dataclasses.replace(chunk, at=slice(first, first + rows))
+            return once.of(("mask", *place, *heads, queries, rows), of_rows.visible)
+
+        def seen() -> Seen:
+            # Tokens that no query of the tile sees may hold NaN, and 0 · NaN is NaN.
+            masks = {id(x): x for x in (visible(*rows) for rows in ranges(self.plan.R, SUB_ROWS))}.values()
+            by_size = itertools.groupby(masks, lambda x: x.shape)
+            each = [chunk.seen(functools.reduce(jnp.bitwise_or, x)).column for _, x in by_size]
+            column = functools.reduce(jnp.bitwise_or, each)
+            return Seen(column, column)
+
+        return visible(chunk.at.start, chunk.rows), once.of(("seen", *place, *heads), seen)
 
     def _step(self, parts: Sequence[_Part], buffer: int, done: collections.deque[_Unit], once: _Once) -> None:
         """Compute the scores of a unit, which is ``parts`` and may be none, and add the oldest that is ``done``."""
@@ -186,6 +198,6 @@ class TransposedKernel(Kernel):
                 m = larger
             l = jnp.where(sees_any, l, 1.0)
             out = jnp.where(sees_any, acc * (factor / l), 0.0)
-            self._put(head, out.T)
+            self._put(head, out.astype(plan.out_dtype).T)
             if refs.lse is not None:
                 refs.lse[0, head] = jnp.where(sees_any, m + jnp.log(l), -jnp.inf)

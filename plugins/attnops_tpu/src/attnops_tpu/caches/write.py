@@ -86,9 +86,35 @@ class Writer:
         return first, jnp.where(self.has(entry, number), stop, first)
 
     def _merge(self, group: _Group) -> None:
-        entry, index, slots, buffer = group.tile.entry, group.number, group.slots, group.buffer
+        entry, index, slots = group.tile.entry, group.number, group.slots
         at = pl.ds(pl.multiple_of(index * slots - group.turn - group.tile.number * self.plan.bk, slots), slots)
         first, stop = (ref[entry] - index * slots for ref in (self.new.first, self.new.stop))
+        if self.new.begin is None:
+            self._merge_group(group, at, first, stop)
+        elif self.plan.T == 1:
+            self._merge_token(group, at, jnp.int32(0), first)
+        else:
+            slots_of = jnp.maximum(first, 0), jnp.minimum(stop, slots)
+            lax.fori_loop(*slots_of, lambda slot, _: self._merge_token(group, at, slot - first, slot), None)
+
+    def _merge_token(self, group: _Group, at: Any, token: jax.Array, slot: jax.Array) -> None:
+        """Move a token of the item to a slot of a group, which is ``at`` some slots of the tile."""
+        to, tokens, buffer = self.refs.buffers[group.array], self.new.tokens[group.array], group.buffer
+        if group.array >= self.plan.token_arrays:
+            old = to[buffer, :, at]
+            lane = lax.broadcasted_iota(jnp.int32, old.shape, 1)
+            to[buffer, :, at] = jnp.where(lane == slot, tokens[token, :, : group.slots], old)
+            return
+        packed = 4 // to.dtype.itemsize
+        is_new = bits_of_slots((group.slots // packed, tokens.shape[2]), slot, slot + 1, packed)
+        for head in range(self.plan.K):
+            old = as_words(to[buffer, head, at])
+            new = jnp.broadcast_to(tokens[token, head : head + 1], old.shape)
+            to[buffer, head, at] = pltpu.bitcast((new & is_new) | (old & ~is_new), to.dtype)
+
+    def _merge_group(self, group: _Group, at: Any, first: jax.Array, stop: jax.Array) -> None:
+        """Move the tokens of a group, whose slots from ``first`` to ``stop`` are new, to the tile."""
+        entry, index, slots, buffer = group.tile.entry, group.number, group.slots, group.buffer
         to, tokens = self.refs.buffers[group.array], self.new.tokens[group.array]
         given = index - lax.div(self.new.first[entry], np.int32(slots))
         if group.array >= self.plan.token_arrays:
@@ -99,10 +125,10 @@ class Writer:
             return
         packed = 4 // to.dtype.itemsize
         words = slots // packed
-        given_at = slice(None) if self.plan.T == 1 else pl.ds(pl.multiple_of(given * words, words), words)
+        given_at = pl.ds(pl.multiple_of(given * words, words), words)
         for head in range(self.plan.K):
             old = as_words(to[buffer, head, at])
-            new = jnp.broadcast_to(tokens[0, head, given_at], old.shape)
+            new = tokens[0, head, given_at]
             is_new = bits_of_slots(old.shape, first, stop, packed)
             merged = (new & is_new) | (old & ~is_new)
             to[buffer, head, at] = pltpu.bitcast(merged, to.dtype)

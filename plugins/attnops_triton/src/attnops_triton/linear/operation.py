@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Unpack
 import jax
 
 from attnops import Limits, Reason, Request
-from attnops_linear import LinearArguments, LinearAttention, LinearOutput, LinearRequest
+from attnops_linear import LinearArguments, LinearAttention, LinearOutput, LinearRequest, Reverse
 from attnops_linear.chunks import FEW
 from attnops_triton.flash.operation import gpu_reasons
 from attnops_triton.versions import missing
@@ -58,6 +58,8 @@ class TritonLinearAttention(LinearAttention):
     ) -> LinearOutput:
         """See `attnops_linear.LinearAttention.forward_native`."""
         # Triton is imported here, so that the plugin can be listed on machines without it.
-        from attnops_triton.linear.forward import forward
+        from attnops_triton.linear.backward import backward
+        from attnops_triton.linear.forward import forward, forward_with_states
 
-        return self.with_derivatives(forward, None, query, key, value, **options)
+        reverse = Reverse(forward_with_states, backward) if query.shape[1] > FEW else None
+        return self.with_derivatives(forward, reverse, query, key, value, **options)

@@ -31,6 +31,7 @@ class LinearTiles:
         warps: per program.
         stages: of the software pipeline.
         registers: the most registers per thread; 0 leaves the number to the assembler.
+        features: of queries and keys whose gradients a program has at once, a power of two of at least 16.
     """
 
     C: int
@@ -38,6 +39,7 @@ class LinearTiles:
     warps: int
     stages: int
     registers: int = 0
+    features: int = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,11 +94,6 @@ class LinearOptions:
     def piece(self) -> int:
         """Features that a product of the kernel of scores has at once."""
         return min(32, self.width)
-
-    @property
-    def block(self) -> int:
-        """Features whose gradients a program has at once."""
-        return min(32 if self.dtype == "float32" else 64, self.width)
 
     @property
     def gates(self) -> int:
@@ -198,7 +195,7 @@ def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearT
     # With four warps, products are in tensor memory on Blackwell; Triton before 3.8 has a race there if one is added to
     # from turn to turn of a loop (flash-linear-attention's `chunk_delta_h.py`).
     warps = 2 if known(arch) in TENSOR_MEMORY else 8 if not amd and (wide or D > 128) else 4
-    # A program of gradients has all columns, some at a time.
-    at_once = min(32 if wide else 64, max(16, 1 << (Dv - 1).bit_length()))
-    gradients = LinearTiles(C, at_once, 4, 1 if wide or small else 2)
+    # A program of gradients has all features and columns, some at a time.
+    features, at_once = (min(32 if wide else 64, max(16, 1 << (x - 1).bit_length())) for x in (D, Dv))
+    gradients = LinearTiles(C, at_once, 4, 1 if wide or small else 2, features=features)
     return LinearTiles(C, columns, warps, 1 if wide else 2), LinearTiles(C, 16, 1, 1), gradients

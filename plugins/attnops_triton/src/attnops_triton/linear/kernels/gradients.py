@@ -108,34 +108,27 @@ def attnops_linear_gradients(x, n, options: tl.constexpr):
         if x.beta is not None:
             d_value = load_masked(x.d_value + at, mask, options)
             of_values = tl.dot(d_value, solved, of_values, input_precision=options.precision)
-    keeps = row >= column
+    of_outputs = of_outputs * options.scale
     if options.gated:
         coarse = load_gates(x, index, 3, options)
         fine = load_gates(x, index, 4, options)
         resets = load_gates(x, index, 5, options)
-        keeps = keeps & (resets[:, None] == resets[None, :])
+        keeps = (row >= column) & (resets[:, None] == resets[None, :])
         logarithm = coarse[:, None] - coarse[None, :] + (fine[:, None] - fine[None, :])
         decays = tl.exp(tl.where(keeps, logarithm, float("-inf")))
         of_outputs = of_outputs * decays
         of_values = of_values * decays
-    of_outputs = tl.where(keeps, of_outputs * options.scale, 0.0)
-    of_values = tl.where(keeps & (row > column), -of_values, 0.0)
+    else:
+        of_outputs = tl.where(row >= column, of_outputs, 0.0)
+    of_values = tl.where(row > column, -of_values, 0.0)
 
-    features: tl.constexpr = options.block
+    features: tl.constexpr = options.tiles.features
     blocks: tl.constexpr = options.width // features
     if options.gated or x.beta is not None:
-        scores = tl.full([C, C], 0.0, tl.float32)
-        of_keys = tl.full([C, C], 0.0, tl.float32)
-        for i in tl.static_range(blocks):
-            query = load_keys(x.query, n, program, start, real, C, i * features, features, options)
-            key = load_keys(x.key, n, program, start, real, C, i * features, features, options)
-            scores = tl.dot(query, tl.trans(key), scores, input_precision=options.precision)
-            if x.beta is not None:
-                of_keys = tl.dot(key, tl.trans(key), of_keys, input_precision=options.precision)
-        found = of_outputs * scores
+        found = of_outputs * scores_of(x.query, x, n, program, start, real, options)
     if x.beta is not None:
         beta = load_gate(x.beta, n, program, start, real, C, options)
-        found = found + of_values * of_keys
+        found = found + of_values * scores_of(x.key, x, n, program, start, real, options)
         d_beta = tl.reduce(found, 0, total)
         found = found * beta[None, :]
         of_outputs = of_outputs * beta[None, :]
@@ -143,17 +136,20 @@ def attnops_linear_gradients(x, n, options: tl.constexpr):
         of_values = of_values + tl.trans(of_values)
     of_outputs = narrowed(of_outputs, options)
     if options.gated:
-        earlier = narrowed(tl.where(row < column, 1.0, 0.0), options)
-        before = tl.dot(narrowed(found, options), earlier, input_precision=options.precision)
-        kept = load_gates(x, index, 0, options)
-        rest = load_gates(x, index, 2, options)
+        later = narrowed(tl.where(row > column, 1.0, 0.0), options)
+        before = tl.dot(later, tl.trans(narrowed(found, options)), input_precision=options.precision)
+        d_decay = tl.reduce(tl.where(row <= column, before, 0.0), 1, total)
+        kept = load_gates(x, index, 0, options)[None, :]
+        rest = load_gates(x, index, 2, options)[None, :]
     of_kept = tl.full([C], 0.0, tl.float32)
     of_rest = tl.full([C], 0.0, tl.float32)
     of_whole = tl.full([features], 0.0, tl.float32)
+    # Products have tokens as columns: so what is in registers is a right operand, and thereby goes to shared memory.
+    # Assemblers before CUDA 13.3 may reuse registers that products on Hopper still read as their left operand.
     for i in tl.static_range(blocks):
-        of_query = tl.full([C, features], 0.0, tl.float32)
-        of_key = tl.full([C, features], 0.0, tl.float32)
-        of_update = tl.full([C, features], 0.0, tl.float32)
+        of_query = tl.full([features, C], 0.0, tl.float32)
+        of_key = tl.full([features, C], 0.0, tl.float32)
+        of_update = tl.full([features, C], 0.0, tl.float32)
         for j in range(0, n.columns):
             first = j * options.tiles.columns
             at, mask = places_of_state(index, i * features, features, first, options)
@@ -164,55 +160,68 @@ def attnops_linear_gradients(x, n, options: tl.constexpr):
                 state = tl.load(x.states + at, mask=mask, other=0.0)
                 d_state = tl.load(x.d_states + at, mask=mask, other=0.0)
             at, mask = places(n, program, start, first, real, options)
-            d_out = load_masked(x.d_out + at, mask, options)
-            solved = load_masked(x.solved + at, mask, options)
-            of_query = tl.dot(d_out, tl.trans(state), of_query, input_precision=options.precision)
-            of_update = tl.dot(solved, tl.trans(d_state), of_update, input_precision=options.precision)
+            d_out = tl.trans(load_masked(x.d_out + at, mask, options))
+            solved = tl.trans(load_masked(x.solved + at, mask, options))
+            of_query = tl.dot(state, d_out, of_query, input_precision=options.precision)
+            of_update = tl.dot(d_state, solved, of_update, input_precision=options.precision)
             if x.beta is not None:
-                d_value = load_masked(x.d_value + at, mask, options)
-                of_key = tl.dot(d_value, tl.trans(state), of_key, input_precision=options.precision)
+                d_value = tl.trans(load_masked(x.d_value + at, mask, options))
+                of_key = tl.dot(state, d_value, of_key, input_precision=options.precision)
             if options.gated:
                 of_whole += tl.reduce(state.to(tl.float32) * d_state.to(tl.float32), 1, total)
-        query = load_keys(x.query, n, program, start, real, C, i * features, features, options)
-        key = load_keys(x.key, n, program, start, real, C, i * features, features, options)
+        query = tl.trans(load_keys(x.query, n, program, start, real, C, i * features, features, options))
+        key = tl.trans(load_keys(x.key, n, program, start, real, C, i * features, features, options))
         of_query = of_query * options.scale
         if options.gated:
-            of_query = of_query * kept[:, None]
-            of_key = of_key * kept[:, None]
-            of_update = of_update * rest[:, None]
-            with_state = of_query * query.to(tl.float32) - of_key * key.to(tl.float32)
-            of_kept += tl.reduce(with_state, 1, total)
+            of_query = of_query * kept
+            of_key = of_key * kept
+            of_update = of_update * rest
+            of_kept += tl.reduce(of_query * query.to(tl.float32) - of_key * key.to(tl.float32), 0, total)
         if options.gated or x.beta is not None:
-            of_rest += tl.reduce(of_update * key.to(tl.float32), 1, total)
+            of_rest += tl.reduce(of_update * key.to(tl.float32), 0, total)
         if x.beta is not None:
-            of_update = of_update * beta[:, None] - of_key
-            of_update = tl.dot(of_values, key, of_update, input_precision=options.precision)
-        of_query = tl.dot(of_outputs, key, of_query, input_precision=options.precision)
-        of_update = tl.dot(tl.trans(of_outputs), query, of_update, input_precision=options.precision)
+            of_update = of_update * beta[None, :] - of_key
+            of_update = tl.dot(key, of_values, of_update, input_precision=options.precision)
+        of_query = tl.dot(key, tl.trans(of_outputs), of_query, input_precision=options.precision)
+        of_update = tl.dot(query, of_outputs, of_update, input_precision=options.precision)
         store_keys(x.d_query, of_query, n, program, start, real, i * features, options)
         store_keys(x.d_key, of_update, n, program, start, real, i * features, options)
     if x.beta is not None:
         store_gate(x.d_beta, d_beta + of_rest, n, program, start, real, options)
         of_rest = of_rest * beta
     if options.gated and x.d_decay is not None:
-        summed = tl.where(row >= column, before + of_kept[:, None], of_rest[:, None])
-        whole = tl.reduce(of_whole, 0, total) * load_whole(x, index, options)
-        store_gate(x.d_decay, tl.reduce(summed, 0, total) + whole, n, program, start, real, options)
+        d_decay += tl.reduce(tl.where(row <= column, of_kept[None, :], of_rest[None, :]), 1, total)
+        d_decay += tl.reduce(of_whole, 0, total) * load_whole(x, index, options)
+        store_gate(x.d_decay, d_decay, n, program, start, real, options)
+
+
+@triton.jit
+def scores_of(pointer, x, n, program, start, real, options: tl.constexpr):
+    """The products of a chunk's queries or keys with its keys, [C, C]."""
+    C: tl.constexpr = options.tiles.C
+    features: tl.constexpr = options.tiles.features
+    blocks: tl.constexpr = options.width // features
+    found = tl.full([C, C], 0.0, tl.float32)
+    for i in tl.static_range(blocks):
+        left = load_keys(pointer, n, program, start, real, C, i * features, features, options)
+        right = load_keys(x.key, n, program, start, real, C, i * features, features, options)
+        found = tl.dot(left, tl.trans(right), found, input_precision=options.precision)
+    return found
 
 
 @triton.jit
 def store_keys(pointer, block, n, program, start, real, first: tl.constexpr, options: tl.constexpr):
-    """Store features from ``first`` on of a chunk's queries or keys in [B, T, H, D]; 0 for padding."""
+    """Store features from ``first`` on, rows of ``block``, of a chunk's tokens in [B, T, H, D]; 0 for padding."""
     C: tl.constexpr = options.tiles.C
-    column = first + tl.arange(0, options.block)
+    column = first + tl.arange(0, options.tiles.features)
     at = ((program.b.to(tl.int64) * n.T + start) * options.H + program.h) * options.D
     at = pointer + at + tl.arange(0, C)[:, None] * (options.H * options.D) + column[None, :]
-    block = tl.where(real[:, None], block, 0.0).to(pointer.dtype.element_ty)
-    if options.is_even and options.D % options.block == 0:
+    block = tl.trans(block.to(pointer.dtype.element_ty))
+    if options.is_even and options.D % options.tiles.features == 0:
         tl.store(at, block)
     else:
         there = (start + tl.arange(0, C) < n.T)[:, None] & (column < options.D)[None, :]
-        tl.store(at, block, mask=there)
+        tl.store(at, tl.where(real[:, None], block, 0.0), mask=there)
 
 
 @triton.jit

@@ -195,7 +195,8 @@ def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearT
     # With four warps, products are in tensor memory on Blackwell; Triton before 3.8 has a race there if one is added to
     # from turn to turn of a loop (flash-linear-attention's `chunk_delta_h.py`).
     warps = 2 if known(arch) in TENSOR_MEMORY else 8 if not amd and (wide or D > 128) else 4
-    # A program of gradients has all features and columns, some at a time.
-    features, at_once = (min(32 if wide else 64, max(16, 1 << (x - 1).bit_length())) for x in (D, Dv))
-    gradients = LinearTiles(C, at_once, 4, 1 if wide or small else 2, features=features)
+    # A program of gradients has all features and columns, some at a time. Only products of 64 rows have wgmma.
+    most = 64 if not wide and (amd or known(arch) == "sm_90") else 32
+    features, at_once = (min(most, max(16, 1 << (x - 1).bit_length())) for x in (D, Dv))
+    gradients = LinearTiles(C, at_once, min(warps, 4), 1 if wide or amd else 2, features=features)
     return LinearTiles(C, columns, warps, 1 if wide else 2), LinearTiles(C, 16, 1, 1), gradients

@@ -26,7 +26,16 @@ import triton
 import triton.language as tl
 from triton.language.standard import _sum_combine as total
 
-from attnops_triton.linear.kernels.parts import load_flags, load_gate, load_keys, locate, narrowed, parts, product
+from attnops_triton.linear.kernels.parts import (
+    load_flags,
+    load_gate,
+    load_keys,
+    locate,
+    narrowed,
+    parts,
+    product,
+    token_of,
+)
 from attnops_triton.linear.kernels.states import (
     load_gates,
     load_masked,
@@ -56,17 +65,18 @@ def attnops_linear_chunks_backward(x, n, options: tl.constexpr):
         index = program.state * n.chunks + chunk
         store_state(x.d_states, index, first, narrowed(d_state, options), options)
         real, _ = load_flags(x, n, program, start, options.tiles.C, options)
-        query = load_keys(x.query, n, program, start, real, options.tiles.C, 0, options.width, options)
+        # Loaded as products need them, and so by copies of shared memory while the chunk before is computed.
+        query = load_transposed(x.query, n, program, start, real, options)
         key = load_keys(x.key, n, program, start, real, options.tiles.C, 0, options.width, options)
         at, mask = places(n, program, start, first, real, options)
         d_out = load_masked(x.d_out + at, mask, options)
         d_value = product((key,), parts(d_state, options.parts, options), options.parts, options)
         if x.gates is not None:
             d_value = d_value * load_gates(x, index, 1, options)[:, None]
-        scores = parts(tl.trans(load_square(x.scores, index, options)).to(tl.float32), options.parts, options)
+        scores = parts(load_square(x.scores, index, True, options).to(tl.float32), options.parts, options)
         d_value = d_value + options.scale * product(scores, (d_out,), options.parts, options)
         if x.inverse is not None:
-            inverse = tl.trans(load_square(x.inverse, index, options)).to(tl.float32)
+            inverse = load_square(x.inverse, index, True, options).to(tl.float32)
             right = parts(d_value, options.parts, options)
             d_value = product(parts(inverse, options.parts, options), right, options.parts, options)
         store_values(x.d_value, at, narrowed(d_value, options), n, start, first, options)
@@ -77,12 +87,25 @@ def attnops_linear_chunks_backward(x, n, options: tl.constexpr):
             of_query = of_query * kept
             of_key = of_key * kept
             d_state = d_state * load_whole(x, index, options)
-        added = product((tl.trans(query),), parts(of_query, options.parts, options), options.parts, options)
+        added = product((query,), parts(of_query, options.parts, options), options.parts, options)
         d_state = d_state + added
         if x.inverse is not None:
             added = product((tl.trans(key),), parts(of_key, options.parts, options), options.parts, options)
             d_state = d_state - added
     store_state(x.state, program.state, first, d_state, options)
+
+
+@triton.jit
+def load_transposed(pointer, n, program, start, real, options: tl.constexpr):
+    """The queries or keys of a chunk's tokens, [width, C] operands; 0 for padding."""
+    feature = tl.arange(0, options.width)[:, None]
+    at = (token_of(n, program, start) * options.K + program.h // options.G) * options.D
+    at = pointer + at + tl.arange(0, options.tiles.C)[None, :] * (options.K * options.D) + feature
+    if options.width > options.D:
+        return tl.load(at, mask=real[None, :] & (feature < options.D), other=0.0)
+    if options.is_even:
+        return tl.load(at)
+    return tl.load(at, mask=real[None, :], other=0.0)
 
 
 @triton.jit
@@ -214,7 +237,7 @@ def store_keys(pointer, block, n, program, start, real, first: tl.constexpr, opt
     """Store features from ``first`` on, rows of ``block``, of a chunk's tokens in [B, T, H, D]; 0 for padding."""
     C: tl.constexpr = options.tiles.C
     column = first + tl.arange(0, options.tiles.features)
-    at = ((program.b.to(tl.int64) * n.T + start) * options.H + program.h) * options.D
+    at = (token_of(n, program, start) * options.H + program.h) * options.D
     at = pointer + at + tl.arange(0, C)[:, None] * (options.H * options.D) + column[None, :]
     block = tl.trans(block.to(pointer.dtype.element_ty))
     if options.is_even and options.D % options.tiles.features == 0:
@@ -228,5 +251,5 @@ def store_keys(pointer, block, n, program, start, real, first: tl.constexpr, opt
 def store_gate(pointer, values, n, program, start, real, options: tl.constexpr):
     """Store a chunk's values in [B, T, H]; 0 for padding."""
     token = tl.arange(0, options.tiles.C)
-    at = (program.b.to(tl.int64) * n.T + start + token) * options.H + program.h
+    at = token_of(n, program, start) * options.H + program.h + token * options.H
     tl.store(pointer + at, tl.where(real, values, 0.0), mask=start + token < n.T)

@@ -47,11 +47,11 @@ def attnops_linear_chunks(x, n, options: tl.constexpr):
             if options.gated:
                 past = past * kept[:, None]
             change = parts(value.to(tl.float32) - past, options.parts, options)
-            inverse = load_square(x.inverse, index, options)
+            inverse = load_square(x.inverse, index, False, options)
             solved = product(parts(inverse.to(tl.float32), options.parts, options), change, options.parts, options)
         else:
             solved = value.to(tl.float32)
-        scores = load_square(x.scores, index, options)
+        scores = load_square(x.scores, index, False, options)
         output = output + tl.dot(scores, narrowed(solved, options), input_precision=options.precision)
         output = output * options.scale
         if x.flags is not None:  # also where the state is infinite
@@ -151,11 +151,12 @@ def load_whole(x, index, options: tl.constexpr):
 
 
 @triton.jit
-def load_square(pointer, index, options: tl.constexpr):
+def load_square(pointer, index, transposed: tl.constexpr, options: tl.constexpr):
     """A chunk's matrix, [C, C]."""
-    token = tl.arange(0, options.tiles.C)
-    at = index * (options.tiles.C * options.tiles.C)
-    return tl.load(pointer + at + token[:, None] * options.tiles.C + token[None, :])
+    C: tl.constexpr = options.tiles.C
+    row = tl.arange(0, C)[:, None]
+    column = tl.arange(0, C)[None, :]
+    return tl.load(pointer + index * (C * C) + (column * C + row if transposed else row * C + column))
 
 
 @triton.jit

@@ -3,9 +3,10 @@
     python benchmarks/triton_linear.py --arch sm_90
     python benchmarks/triton_linear.py --fla ~/fla/lib/python3.11/site-packages    # with flash-linear-attention's
 
-The gated delta rule: a row of 4,096 tokens, its gradients (``pass`` is backward; without the forward pass that keeps what
-they need), and a token of each of 8 rows, 16 heads of D = Dv = 128, bfloat16, float32 states. ``instructions`` are of a warp for 64 tokens (decode: one token) of a head, summed over warps and programs: each
-loop's, times how often it runs. On AMD, whose loops are not told apart, they are those of the code, and no sum.
+The gated delta rule: a row of 4,096 tokens, its gradients (``pass`` is backward; without the forward pass that keeps
+what they need), and a token of each of 8 rows, 16 heads of D = Dv = 128, bfloat16, float32 states. ``instructions`` are
+of a warp for 64 tokens (decode: one token) of a head, summed over warps and programs: each loop's, times how often it
+runs. On AMD, whose loops are not told apart, they are those of the code, and no sum.
 ``bytes`` are of arrays that kernels read and write, per head and 64 tokens (decode: one token), each array once a
 kernel; programs that share a head read most of them from the cache again.
 

@@ -65,12 +65,12 @@ PROMPT: Final = (
          {"BK": 64, "BV": 64, "USE_G": True, "USE_G_GAMMA": False, "STATE_V_FIRST": False}, 4, 3,
          ("g_gamma", *_VARLEN)),
 )  # fmt: skip
-# In the order in which its gradients call them; the first two compute states and changed values anew.
+# In the order in which gradients call them; the first two compute states and changed values anew.
 BACKWARD: Final = (
     PROMPT[2],
     PROMPT[3]._replace(options=PROMPT[3].options | {"STORE_FINAL_STATE": False}, absent=("gk", "ht", *_VARLEN)),
-    Peer("common.chunk_o", "chunk_bwd_kernel_dv_local", {"BV": 128, "USE_G": True, "USE_G_GAMMA": False, "USE_A": False},
-         4, 3, ("g_gamma", "A", *_VARLEN)),
+    Peer("common.chunk_o", "chunk_bwd_kernel_dv_local",
+         {"BV": 128, "USE_G": True, "USE_G_GAMMA": False, "USE_A": False}, 4, 3, ("g_gamma", "A", *_VARLEN)),
     Peer("common.chunk_delta_h", "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
          {"BV": 32, "USE_G": True, "USE_GK": False, "USE_INITIAL_STATE": True, "USE_FINAL_STATE_GRADIENT": True,
           "STATE_V_FIRST": False}, 4, 2, ("gk", *_VARLEN)),

@@ -127,9 +127,19 @@ def test_gradients_of_outputs_alone_and_of_the_state_alone() -> None:
 def test_gradients_of_bfloat16(precision: Any) -> None:
     """Rounded as outputs are; that of the first state is as exact as the last state of the forward pass."""
     x, _ = arrays(problem(70, B=1, K=1, H=2), jnp.bfloat16)
-    operation = TritonLinearAttention(OperationMetadata(platform="cuda", interpret=True, precision=precision))
-    found, exact = (jax.jit(jax.grad(lambda x, o=o: loss(o, x)))(x) for o in (operation, NATIVE))
-    bounds = {"highest": 1e-5, "high": 1e-3, "default": 2e-2}
+    rng = np.random.default_rng(1)
+    d = rng.normal(size=x["value"].shape).astype(jnp.bfloat16), rng.normal(size=x["initial_state"].shape)
+
+    def slopes(operation: LinearAttention) -> dict[str, jax.Array]:
+        def loss(x: dict[str, jax.Array]) -> jax.Array:
+            outputs, state = operation(**x, return_state=True)  # type: ignore[arg-type]
+            return (jnp.asarray(outputs, jnp.float32) * d[0]).sum() + (state * d[1]).sum()  # type: ignore[operator]
+
+        return jax.jit(jax.grad(loss))(x)
+
+    gpu = TritonLinearAttention(OperationMetadata(platform="cuda", interpret=True, precision=precision))
+    found, exact = slopes(gpu), slopes(NATIVE)
+    bounds = {"highest": 1e-5, "high": 1e-4, "default": 2e-2}
     for name, y in exact.items():
         assert found[name].dtype == y.dtype
         error = float(jnp.abs(found[name].astype(jnp.float32) - y.astype(jnp.float32)).max() / jnp.abs(y).max())
@@ -200,10 +210,9 @@ def test_padding_has_the_gradient_0_where_it_holds_nan_and_a_state_is_infinite()
     T = 20
     x, _ = arrays(problem(T, B=1, K=1, H=1))
     is_token = np.arange(T)[None] % 2 == 0
-    x = {
-        name: y if name == "initial_state" else np.where(is_token.reshape(1, T, *[1] * (y.ndim - 2)), y, np.float32(np.nan))
-        for name, y in x.items()
-    }
+    for name, y in x.items():
+        if name != "initial_state":
+            y[~is_token] = np.nan
     mask = attnops.masks.KeyPadding(is_token)
     found = jax.jit(jax.grad(lambda x: loss(GPU, x, mask=mask)))(x)
     assert all(np.isfinite(y).all() for y in jax.tree.leaves(found))

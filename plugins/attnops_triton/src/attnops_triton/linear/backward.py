@@ -84,6 +84,8 @@ def _call(plan: LinearPlan, given: Named) -> Named:
     chunks = some(given, ("query", "key", "beta", "flags", "d_out", "states", "solved")) | some(
         chunks | found, ("gates", "d_value", "d_states")
     )
+    if plan.gated:
+        chunks["earlier"] = jnp.tri(plan.tiles.C, k=-1, dtype=plan.stored)
     if "beta" not in given:
         chunks["solved"] = given["value"]
         del chunks["d_value"]

@@ -79,6 +79,8 @@ def attnops_linear_chunks_backward(x, n, options: tl.constexpr):
             inverse = load_square(x.inverse, index, True, options).to(tl.float32)
             right = parts(d_value, options.parts, options)
             d_value = product(parts(inverse, options.parts, options), right, options.parts, options)
+        if x.flags is not None:  # also where a gradient is not finite
+            d_value = tl.where(real[:, None], d_value, 0.0)
         store_values(x.d_value, at, narrowed(d_value, options), n, start, first, options)
         of_query = d_out.to(tl.float32) * options.scale
         of_key = d_value
@@ -159,16 +161,16 @@ def attnops_linear_gradients(x, n, options: tl.constexpr):
         of_values = of_values + tl.trans(of_values)
     of_outputs = narrowed(of_outputs, options)
     if options.gated:
-        later = narrowed(tl.where(row > column, 1.0, 0.0), options)
-        before = tl.dot(later, tl.trans(narrowed(found, options)), input_precision=options.precision)
+        earlier = tl.load(x.earlier + row * C + column)
+        before = tl.dot(earlier, tl.trans(narrowed(found, options)), input_precision=options.precision)
         d_decay = tl.reduce(tl.where(row <= column, before, 0.0), 1, total)
         kept = load_gates(x, index, 0, options)[None, :]
         rest = load_gates(x, index, 2, options)[None, :]
     of_kept = tl.full([C], 0.0, tl.float32)
     of_rest = tl.full([C], 0.0, tl.float32)
     of_whole = tl.full([features], 0.0, tl.float32)
-    # Products have tokens as columns: so what is in registers is a right operand, and thereby goes to shared memory.
-    # Assemblers before CUDA 13.3 may reuse registers that products on Hopper still read as their left operand.
+    # Products have tokens as columns: so what is in registers is a right operand, and goes to shared memory. Assemblers
+    # before CUDA 13.3 may reuse registers that products on Hopper still read as left operands; see NOTES.md.
     for i in tl.static_range(blocks):
         of_query = tl.full([features, C], 0.0, tl.float32)
         of_key = tl.full([features, C], 0.0, tl.float32)

@@ -25,6 +25,7 @@ class Arrays(NamedTuple):
     gates: Any = None  # [B, H, N, `LinearOptions.gates`, C] float32
     inverse: Any = None  # [B, H, N, C, C], that of the delta rule's system I + M B
     scores: Any = None  # [B, H, N, C, C], products of queries and keys up to the query, times decays and betas
+    earlier: Any = None  # [C, C], 1 where a column's token is before a row's
     d_out: Any = None  # [B, T, H, Dv]
     out: Any = None  # [B, T, H, Dv]
     state: Any = None  # [B, H, D, Dv] float32

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import attnops
 from attnops import OperationMetadata, UnsupportedWarning
@@ -106,6 +108,21 @@ def test_what_reverse_mode_keeps_is_linear_in_the_tokens() -> None:
 
     D, Dv, H = 16, 24, 2
     assert [kept(T) for T in (32, 33, 3200)] == [H * Dv * (D * N + T) for T, N in ((32, 1), (33, 2), (3200, 100))]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_devices_may_share_arrays_that_have_gradients(kind: AxisType) -> None:
+    """Traced: values are in attnops_linear's tests."""
+    given, _ = arrays(problem(9, B=2, K=1, H=2))
+    given["decay"] = np.float32([-0.1, -0.4])
+    operation = TritonLinearAttention(OperationMetadata(platform="cuda", on_unsupported="error"))
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(kind,))
+    with jax.set_mesh(mesh), target("sm_90"), recording() as launched:
+        specs = {name: P() if name == "decay" else P("dp") for name in given}
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in given.items()}
+        program = jax.make_jaxpr(jax.grad(lambda x: loss(operation, x)))(placed)
+    assert [x.recipe.kernel.name for x in launched][-3:] == BACKWARD
+    assert "psum" in str(program)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def _call(plan: LinearPlan, given: Named) -> Named:
     }
     chunks = some(given, ("query", "key", "flags", "initial", "d_out")) | scores(plan, given)
     found = launch(
-        plan, plan.tiles, attnops_linear_chunks_backward, chunks, outputs, B * H * columns, Sizes(T, N, columns)
+        plan, plan.reverse, attnops_linear_chunks_backward, chunks, outputs, B * H * columns, Sizes(T, N, columns)
     )
     # Value heads each have a part of their key head's gradient.
     of_keys = jax.ShapeDtypeStruct((B, T, H, D), plan.stored if plan.G == 1 else jnp.float32)

@@ -132,6 +132,13 @@ class LinearPlan(LinearOptions):
     interpret: bool = False
     keeps: bool = False
 
+    @property
+    def reverse(self) -> LinearTiles:
+        """How the kernel of the state's gradient is compiled."""
+        # On gfx942 the float32 scores and inverses of two chunks exceed shared memory.
+        exceeds = self.parts > 1 and is_amd(self.arch) and SHARED_MEMORY[known(self.arch)] <= 64 << 10
+        return dataclasses.replace(self.tiles, stages=1) if exceeds else self.tiles
+
     def options(self, tiles: LinearTiles) -> LinearOptions:
         """The options of the kernel that is compiled with ``tiles``."""
         fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(LinearOptions)}
@@ -198,5 +205,5 @@ def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearT
     # A program of gradients has all features and columns, some at a time. Only products of 64 rows have wgmma.
     most = 64 if not wide and (amd or known(arch) == "sm_90") else 32
     features, at_once = (min(most, max(16, 1 << (x - 1).bit_length())) for x in (D, Dv))
-    gradients = LinearTiles(C, at_once, min(warps, 4), 1 if wide or amd else 2, features=features)
+    gradients = LinearTiles(C, at_once, warps if wide else min(warps, 4), 1 if wide or amd else 2, features=features)
     return LinearTiles(C, columns, warps, 1 if wide else 2), LinearTiles(C, 16, 1, 1), gradients

@@ -7,8 +7,8 @@
 Rules: gdn, the gated delta rule as Qwen3-Next calls it; ssd, a decay by head without the delta rule (Mamba-2); kda,
 decays by channel (Kimi Linear). D = Dv = 128, bfloat16, normalised queries and keys. A prompt begins with empty states
 and returns the last ones; a single token updates float32 states, which attnops does in place. attnops-triton splits
-float32 operands of products into three of bfloat16; attnops-triton-default rounds them once, as FLA does. attnops'
-gradients are native. FLA's kernels tune themselves in the first call.
+float32 operands of products into three of bfloat16; attnops-triton-default rounds them once, as FLA does. Cases with
+gradients have the forward pass too. FLA's kernels tune themselves in the first call.
 
 Each contender (`gpu_linear_contenders.py`) runs in a separate process. All compile and check at once, then each
 times its programs. The first and the last row and key head of a case are compared with `attnops_linear.reference` in
@@ -43,9 +43,9 @@ from attnops_testing.bench.program import Ready
 TOLERANCE: Final = {False: 2.0**-6, True: 2.0**-5}
 # By rule: key heads, value heads, and the rows and tokens of its cases, which have gradients or not.
 RULES: Final[dict[str, tuple[int, int, tuple[tuple[int, int, bool], ...]]]] = {
-    "gdn": (16, 32, ((1, 4096, False), (1, 16384, False), (4, 4096, False), (1, 4096, True), (1, 1, False),
-                     (64, 1, False), (256, 1, False))),
-    "ssd": (32, 32, ((1, 4096, False), (64, 1, False))),
+    "gdn": (16, 32, ((1, 4096, False), (1, 16384, False), (4, 4096, False), (1, 4096, True), (4, 4096, True),
+                     (1, 1, False), (64, 1, False), (256, 1, False))),
+    "ssd": (32, 32, ((1, 4096, False), (1, 4096, True), (64, 1, False))),
     "kda": (32, 32, ((1, 4096, False), (64, 1, False))),
 }  # fmt: skip
 

@@ -65,6 +65,22 @@ PROMPT: Final = (
          {"BK": 64, "BV": 64, "USE_G": True, "USE_G_GAMMA": False, "STATE_V_FIRST": False}, 4, 3,
          ("g_gamma", *_VARLEN)),
 )  # fmt: skip
+# In the order in which gradients call them; the first two compute states and changed values anew.
+BACKWARD: Final = (
+    PROMPT[2],
+    PROMPT[3]._replace(options=PROMPT[3].options | {"STORE_FINAL_STATE": False}, absent=("gk", "ht", *_VARLEN)),
+    Peer("common.chunk_o", "chunk_bwd_kernel_dv_local",
+         {"BV": 128, "USE_G": True, "USE_G_GAMMA": False, "USE_A": False}, 4, 3, ("g_gamma", "A", *_VARLEN)),
+    Peer("common.chunk_delta_h", "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64",
+         {"BV": 32, "USE_G": True, "USE_GK": False, "USE_INITIAL_STATE": True, "USE_FINAL_STATE_GRADIENT": True,
+          "STATE_V_FIRST": False}, 4, 2, ("gk", *_VARLEN)),
+    Peer("common.chunk_o", "chunk_bwd_kernel_dqkwg",
+         {"B": 1, "BV": 128, "USE_G": True, "USE_G_GAMMA": False, "USE_DW": True, "STATE_V_FIRST": False}, 4, 2,
+         ("g_gamma", *_VARLEN)),
+    Peer("gated_delta_rule.wy_fast", "prepare_wy_repr_bwd_kernel", {"BK": 64, "BV": 64, "USE_G": True}, 4, 2, _VARLEN),
+    Peer("utils.cumsum", "chunk_local_cumsum_scalar_kernel",
+         {"B": 1, "REVERSE": True, "HAS_SCALE": False}, 1, 3, ("scale", *_VARLEN)),
+)  # fmt: skip
 DECODE: Final = Peer(
     "gated_delta_rule.fused_recurrent", "fused_recurrent_gated_delta_rule_fwd_kernel",
     {"BV": 8, "USE_G": True, "USE_GK": False, "USE_GV": False, "USE_QK_L2NORM_IN_KERNEL": False,
@@ -73,7 +89,7 @@ DECODE: Final = Peer(
     1, 3, ("gk", "gv", "A_log", "dt_bias", *_VARLEN),
 )  # fmt: skip
 # Arrays of float32; the others are bfloat16.
-_FLOAT32: Final = ("g", "s", "o_", "h0", "ht", "beta")
+_FLOAT32: Final = ("g", "s", "o_", "h0", "ht", "beta", "dht", "dh0", "dg", "db")
 
 
 class _Anything:

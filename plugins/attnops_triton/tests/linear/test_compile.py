@@ -60,6 +60,33 @@ def test_it_compiles_within_shared_memory(case: str, arch: str) -> None:
             assert binary.count("HGMMA") or any("mfma" in name for name in binary.instructions)
 
 
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "a token"])
+@pytest.mark.tier(quick=[], slow=("a prompt, rounded once-sm_90", "a prompt-gfx942", "sums of 100 tokens-sm_100",
+                                  "float32-sm_80"))  # fmt: skip
+def test_gradients_compile_within_shared_memory(case: str, arch: str) -> None:
+    run, arguments = call(case)
+
+    def gradients(*arguments: jax.Array) -> Any:
+        results, pull_back = jax.vjp(run, *arguments)
+        return pull_back(results)
+
+    launched = kernels(gradients, arguments, arch)
+    names = [x.recipe.kernel.name.removeprefix("attnops_linear_") for x in launched]
+    assert names == ["scores", "chunks", "scores", "chunks_backward", "gradients"]
+    for name, x in list(zip(names, launched, strict=True))[1:]:
+        binary = compile_for(x, arch)
+        assert binary.shared <= SHARED_MEMORY[arch], f"{name} with {x.tiles} needs {binary.shared} bytes"
+        if case.startswith("a prompt") and arch in ("sm_90", "gfx942"):
+            spills = binary.spilled if arch == "gfx942" else binary.count("LDL", "STL")
+            assert spills <= (300 if name in ("scores", "gradients") else 0), (name, spills)
+        if name == "gradients" and arch == "sm_90" and "bfloat16" in CASES[case]:
+            # Accumulators are in braces, and so would be a left operand in registers.
+            products = re.findall(r"wgmma\.mma_async\S* (\{[^}]*\}), (\S)", binary.text)
+            assert products
+            assert all(left == "%" for _, left in products)
+
+
 @pytest.mark.skipif(not cuda_compiler.PLUGIN.exists(), reason="`make test-all` installs XLA's compiler for CUDA")
 @pytest.mark.parametrize("case", ["a token", "float32"])
 def test_a_donated_state_is_updated_in_place(case: str) -> None:

@@ -41,7 +41,7 @@ MORE = {
 }  # fmt: skip
 
 
-def right(draw: Problem, name: str, check: str = "jit", dtype: str = "float32", gradients: bool = False) -> None:
+def right(draw: Problem, name: str, check: str = "jit", dtype: str = "float32", gradients: bool = True) -> None:
     made = subject(TritonLinearAttention, platform="cuda", interpret=True, gradients=gradients)
     outcome = made.check(with_state(draw), check, dtype, name)
     assert outcome.status is Status.RIGHT, outcome.detail
@@ -56,11 +56,10 @@ def test_what_the_kernels_refuse_runs_natively() -> None:
     assert [(x.argument, x.value) for x in operation.reasons(request)] == [("decay", "channel"), ("head_dim", 300)]
     for served in (request.replace(decay="head", head_dim=256), request.replace(length=4, head_dim=256)):
         assert not operation.reasons(served)
-        assert [*operation.details(served)][1] == "derivatives are those of the native forward, in plain JAX"
 
 
 def test_few_tokens() -> None:
-    right(MORE["few tokens of documents and padding"], "few tokens")
+    right(MORE["few tokens of documents and padding"], "few tokens", gradients=False)
 
 
 @pytest.mark.slow
@@ -88,7 +87,7 @@ def test_bfloat16(name: str) -> None:
 @pytest.mark.parametrize("T", [3, 35])
 @pytest.mark.tier(every=2)
 def test_other_checks(T: int, check: str) -> None:
-    right(problem(T, B=1, K=1, H=2, mask=documents), f"T = {T}", check, gradients=True)
+    right(problem(T, B=1, K=1, H=2, mask=documents), f"T = {T}", check)
 
 
 @pytest.mark.slow

@@ -99,7 +99,8 @@ def launch_any(
     record = _RECORD.value
     if record is not None:
         record.launched.append(Launched(recipe, integers, tiles, plan, programs))
-        return {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        return dict(zip(outputs, _varying_like(zeros, arrays), strict=True))
     run: Function
     if plan.interpret:
         jax.monitoring.record_event("/attnops/kernel/interpreted")

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from attnops import OperationMetadata
@@ -30,6 +31,7 @@ class LinearTiles:
         warps: per program.
         stages: of the software pipeline.
         registers: the most registers per thread; 0 leaves the number to the assembler.
+        features: of queries and keys whose gradients a program has at once, a power of two of at least 16.
     """
 
     C: int
@@ -37,6 +39,7 @@ class LinearTiles:
     warps: int
     stages: int
     registers: int = 0
+    features: int = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class LinearOptions:
     precision: str | None  # of products of float32
     solving: str | None  # of the products that invert matrices
     scale: float  # of queries
+    backward: bool = False  # whether the kernels are those of reverse mode
 
     @property
     def operand(self) -> Any:
@@ -65,6 +69,11 @@ class LinearOptions:
         import triton.language as tl
 
         return tl.bfloat16 if self.dtype == "bfloat16" and not self.emulated else tl.float32
+
+    @property
+    def stored(self) -> Any:
+        """JAX's dtype of operands in memory: the interpreter has no bfloat16."""
+        return jnp.dtype(jnp.bfloat16 if self.dtype == "bfloat16" and not self.emulated else jnp.float32)
 
     @property
     def G(self) -> int:
@@ -87,6 +96,13 @@ class LinearOptions:
         return min(32, self.width)
 
     @property
+    def gates(self) -> int:
+        """The rows of a chunk's gates: the products of decays from its start up to a token, and after the token up to
+        the chunk's end, times beta. Backward also the latter without beta, and the three of `Sums`.
+        """
+        return 6 if self.backward and self.gated else 2
+
+    @property
     def gated(self) -> bool:
         """Whether anything of a state is lost from token to token."""
         return self.decay != "none" or self.resets
@@ -101,16 +117,27 @@ class LinearPlan(LinearOptions):
         length: tokens of a row.
         out_dtype: of outputs.
         scores: how the kernel is compiled that computes what needs no state; its ``columns`` are not used.
+        gradients: how the kernel of a chunk's gradients is compiled.
         arch: the architecture to compile for; empty for this machine's GPU.
         interpret: whether kernels run in Triton's interpreter.
+        keeps: whether the forward kernel keeps what reverse mode needs.
     """
 
     B: int
     length: int
     out_dtype: str
     scores: LinearTiles
+    gradients: LinearTiles
     arch: str = ""
     interpret: bool = False
+    keeps: bool = False
+
+    @property
+    def reverse(self) -> LinearTiles:
+        """How the kernel of the state's gradient is compiled."""
+        # On gfx942 the float32 scores and inverses of two chunks exceed shared memory.
+        exceeds = self.parts > 1 and is_amd(self.arch) and SHARED_MEMORY[known(self.arch)] <= 64 << 10
+        return dataclasses.replace(self.tiles, stages=1) if exceeds else self.tiles
 
     def options(self, tiles: LinearTiles) -> LinearOptions:
         """The options of the kernel that is compiled with ``tiles``."""
@@ -139,10 +166,11 @@ def make_plan(
     parts = _PARTS.get(metadata.precision, 3) if dtype == "bfloat16" else 1
     # Of AMD's GPUs only gfx942 has TF32.
     rough = metadata.precision == lax.Precision.DEFAULT and not is_amd(arch)
-    tiles, scores = choose(arch, dtype, D, Dv, B * H)
+    tiles, scores, gradients = choose(arch, dtype, D, Dv, B * H)
     solving = "tf32" if rough else "tf32x3" if parts == 2 and not is_amd(arch) else "ieee"
     return LinearPlan(
         B=B, length=T, H=H, K=K, D=D, Dv=Dv, T=T if T <= FEW else 0, tiles=tiles, scores=scores,
+        gradients=gradients,
         decay={None: "none", 1: "constant", 3: "head", 4: "channel"}[None if decay is None else decay.ndim],
         resets=resets, is_even=T % tiles.C == 0 and not pads, dtype=dtype, out_dtype=query.dtype.name, parts=parts,
         emulated=metadata.interpret and dtype == "bfloat16",
@@ -151,8 +179,8 @@ def make_plan(
     )  # fmt: skip
 
 
-def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearTiles, LinearTiles]:
-    """How the kernels of states and of scores are compiled.
+def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearTiles, LinearTiles, LinearTiles]:
+    """How the kernels of states, of scores and of a chunk's gradients are compiled.
 
     Programs of states have the most columns of values that leave no multiprocessor idle, since each reads the keys and
     queries of all tokens.
@@ -174,4 +202,8 @@ def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearT
     # With four warps, products are in tensor memory on Blackwell; Triton before 3.8 has a race there if one is added to
     # from turn to turn of a loop (flash-linear-attention's `chunk_delta_h.py`).
     warps = 2 if known(arch) in TENSOR_MEMORY else 8 if not amd and (wide or D > 128) else 4
-    return LinearTiles(C, columns, warps, 1 if wide else 2), LinearTiles(C, 16, 1, 1)
+    # A program of gradients has all features and columns, some at a time. Only products of 64 rows have wgmma.
+    most = 64 if not wide and (amd or known(arch) == "sm_90") else 32
+    features, at_once = (min(most, max(16, 1 << (x - 1).bit_length())) for x in (D, Dv))
+    gradients = LinearTiles(C, at_once, warps if wide else min(warps, 4), 1 if wide or amd else 2, features=features)
+    return LinearTiles(C, columns, warps, 1 if wide else 2), LinearTiles(C, 16, 1, 1), gradients

@@ -22,12 +22,21 @@ class Arrays(NamedTuple):
     beta: Any = None  # [B, T, H] float32
     flags: Any = None  # [B, T] int8: 1 for a token that begins with an empty state, 2 for padding, else 0
     initial: Any = None  # [B, H, D, Dv] float32
-    # Per chunk: the products of decays from its start up to a token, and after the token up to the chunk's end.
-    gates: Any = None  # [B, H, N, 2, C] float32
-    inverse: Any = None  # [B, H, N, C, C], that of the delta rule's system, times beta
-    scores: Any = None  # [B, H, N, C, C], products of queries and keys up to the query, times decays
+    gates: Any = None  # [B, H, N, `LinearOptions.gates`, C] float32
+    inverse: Any = None  # [B, H, N, C, C], that of the delta rule's system I + M B
+    scores: Any = None  # [B, H, N, C, C], products of queries and keys up to the query, times decays and betas
+    earlier: Any = None  # [C, C], 1 where a column's token is before a row's
+    d_out: Any = None  # [B, T, H, Dv]
     out: Any = None  # [B, T, H, Dv]
     state: Any = None  # [B, H, D, Dv] float32
+    states: Any = None  # [B, H, N, D, Dv], before each chunk
+    solved: Any = None  # [B, T, H, Dv], the inverse times what values differ by from the state's; else the values
+    d_value: Any = None  # [B, T, H, Dv]
+    d_states: Any = None  # [B, H, N, D, Dv], of the state after each chunk
+    d_query: Any = None  # [B, T, H, D], a part of each value head
+    d_key: Any = None  # [B, T, H, D]
+    d_decay: Any = None  # [B, T, H] float32
+    d_beta: Any = None  # [B, T, H] float32
 
 
 class Sizes(NamedTuple):

@@ -42,24 +42,26 @@ def attnops_linear_scores(x, n, options: tl.constexpr):
         begins = begins + (flags[1],)
     if options.gated:
         sums = cumulative(x, n, program, chunk, real, begins, options)
-        store_gates(x, index, sums, options)
+    betas = ()
     if x.beta is not None:
-        betas = ()
         for b in tl.static_range(blocks):
             start = chunk * options.tiles.C + b * _BLOCK
             betas = betas + (load_gate(x.beta, n, program, start, real[b], _BLOCK, options),)
+    if x.gates is not None:
+        store_gates(x, index, sums, betas, options)
+    if x.beta is not None:
         above = ()
         row = tl.arange(0, _BLOCK)
         for b in tl.static_range(blocks):
             found = products_row(x.key, x, n, program, chunk, real, sums, b, options)
             strict = ()
             for c in tl.static_range(b):
-                strict = strict + (found[c] * betas[b][:, None],)
-            last = tl.where(row[:, None] > row[None, :], found[b] * betas[b][:, None], 0.0)
+                strict = strict + (found[c] * betas[c][None, :],)
+            last = tl.where(row[:, None] > row[None, :], found[b] * betas[b][None, :], 0.0)
             found = inverse_row(strict + (last,), above, b, options)
             above = above + found
             for c in tl.static_range(b + 1):
-                block = found[c] * betas[c][None, :]
+                block = found[c]
                 if options.parts == 1:
                     block = narrowed(block, options)
                 store_block(x.inverse, index, b, c, block, options)
@@ -68,7 +70,12 @@ def attnops_linear_scores(x, n, options: tl.constexpr):
     for b in tl.static_range(blocks):
         found = products_row(x.query, x, n, program, chunk, real, sums, b, options)
         for c in tl.static_range(b + 1):
-            store_block(x.scores, index, b, c, narrowed(found[c], options), options)
+            block = found[c]
+            if x.beta is not None:
+                block = block * betas[c][None, :]
+            if options.parts == 1 or not options.backward:
+                block = narrowed(block, options)
+            store_block(x.scores, index, b, c, block, options)
         for c in tl.static_range(b + 1, blocks):
             store_block(x.scores, index, b, c, tl.full([_BLOCK, _BLOCK], 0.0, tl.float32), options)
 
@@ -129,18 +136,28 @@ def cumulative(x, n, program, chunk, real, begins, options: tl.constexpr):
 
 
 @triton.jit
-def store_gates(x, index, sums, options: tl.constexpr):
-    """Store the products of decays from the chunk's start up to each token, and after it up to the end."""
+def store_gates(x, index, sums, betas, options: tl.constexpr):
+    """Store the rows of `LinearOptions.gates`."""
     blocks: tl.constexpr = options.blocks
-    end = sums[options.blocks]
-    at = x.gates + index * (2 * options.tiles.C) + tl.arange(0, _BLOCK)
+    at = x.gates + index * (options.gates * options.tiles.C) + tl.arange(0, _BLOCK)
     for b in tl.static_range(blocks):
-        of_block = sums[b]
-        kept = tl.where(of_block.resets == 0, of_block.coarse + of_block.fine, float("-inf"))
-        rest = (end.coarse - of_block.coarse) + (end.fine - of_block.fine)
-        rest = tl.where(of_block.resets == end.resets, rest, float("-inf"))
-        tl.store(at + b * _BLOCK, tl.exp(kept))
-        tl.store(at + options.tiles.C + b * _BLOCK, tl.exp(rest))
+        token = at + b * _BLOCK
+        rest = tl.full([_BLOCK], 1.0, tl.float32)
+        if options.gated:
+            of_block = sums[b]
+            end = sums[options.blocks]
+            kept = tl.where(of_block.resets == 0, of_block.coarse + of_block.fine, float("-inf"))
+            tl.store(token, tl.exp(kept))
+            rest = (end.coarse - of_block.coarse) + (end.fine - of_block.fine)
+            rest = tl.exp(tl.where(of_block.resets == end.resets, rest, float("-inf")))
+            if options.backward:
+                tl.store(token + 2 * options.tiles.C, rest)
+                tl.store(token + 3 * options.tiles.C, of_block.coarse)
+                tl.store(token + 4 * options.tiles.C, of_block.fine)
+                tl.store(token + 5 * options.tiles.C, of_block.resets.to(tl.float32))
+        if x.beta is not None:
+            rest = rest * betas[b]
+        tl.store(token + options.tiles.C, rest)
 
 
 @triton.jit

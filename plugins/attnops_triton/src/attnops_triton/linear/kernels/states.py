@@ -30,6 +30,8 @@ def attnops_linear_chunks(x, n, options: tl.constexpr):
     for chunk in range(0, n.chunks):
         start = chunk * options.tiles.C
         index = program.state * n.chunks + chunk
+        if x.states is not None:
+            store_state(x.states, index, first, narrowed(state, options), options)
         real, _ = load_flags(x, n, program, start, options.tiles.C, options)
         query = load_keys(x.query, n, program, start, real, options.tiles.C, 0, options.width, options)
         key = load_keys(x.key, n, program, start, real, options.tiles.C, 0, options.width, options)
@@ -38,35 +40,32 @@ def attnops_linear_chunks(x, n, options: tl.constexpr):
         states = parts(state, options.parts, options)
         output = product((query,), (states[0],), 1, options)
         if options.gated:
-            token = x.gates + index * (2 * options.tiles.C) + tl.arange(0, options.tiles.C)
-            kept = tl.load(token)
+            kept = load_gates(x, index, 0, options)
             output = output * kept[:, None]
         if x.inverse is not None:
             past = product((key,), states, options.parts, options)
             if options.gated:
                 past = past * kept[:, None]
             change = parts(value.to(tl.float32) - past, options.parts, options)
-            inverse = load_square(x.inverse, index, options)
-            update = product(parts(inverse.to(tl.float32), options.parts, options), change, options.parts, options)
+            inverse = load_square(x.inverse, index, False, options)
+            solved = product(parts(inverse.to(tl.float32), options.parts, options), change, options.parts, options)
         else:
-            update = value.to(tl.float32)
-        scores = load_square(x.scores, index, options)
-        output = output + tl.dot(scores, narrowed(update, options), input_precision=options.precision)
+            solved = value.to(tl.float32)
+        scores = load_square(x.scores, index, False, options)
+        output = output + tl.dot(scores, narrowed(solved, options), input_precision=options.precision)
         output = output * options.scale
         if x.flags is not None:  # also where the state is infinite
             output = tl.where(real[:, None], output, 0.0)
-        output = output.to(x.out.dtype.element_ty)
-        if options.is_even and options.Dv % options.tiles.columns == 0:
-            tl.store(x.out + at, output)
-        else:
-            column = first + tl.arange(0, options.tiles.columns)
-            there = (start + tl.arange(0, options.tiles.C) < n.T)[:, None] & (column < options.Dv)[None, :]
-            tl.store(x.out + at, output, mask=there)
+        store_values(x.out, at, output.to(x.out.dtype.element_ty), n, start, first, options)
+        if x.solved is not None:
+            store_values(x.solved, at, narrowed(solved, options), n, start, first, options)
+        update = solved
+        if x.gates is not None:
+            update = solved * load_gates(x, index, 1, options)[:, None]
         if options.gated:
-            update = update * tl.load(token + options.tiles.C)[:, None]
-            state = state * tl.load(x.gates + index * (2 * options.tiles.C) + (options.tiles.C - 1))
+            state = state * load_whole(x, index, options)
         state = state + product((tl.trans(key),), parts(update, options.parts, options), options.parts, options)
-    store_state(x.state, program, first, state, options)
+    store_state(x.state, program.state, first, state, options)
 
 
 @triton.jit
@@ -107,7 +106,7 @@ def attnops_linear_tokens(x, n, options: tl.constexpr):
         output = options.scale * tl.reduce(state * query[:, None], 0, total)
         output = tl.where(real, output, 0.0)
         tl.store(x.out + at * options.Dv + column, output.to(x.out.dtype.element_ty), mask=column < options.Dv)
-    store_state(x.state, program, first, state, options)
+    store_state(x.state, program.state, first, state, options)
 
 
 @triton.jit
@@ -128,19 +127,46 @@ def load_masked(pointer, mask, options: tl.constexpr):
 
 
 @triton.jit
-def load_square(pointer, index, options: tl.constexpr):
-    """A chunk's matrix, [C, C]."""
-    token = tl.arange(0, options.tiles.C)
-    at = index * (options.tiles.C * options.tiles.C)
-    return tl.load(pointer + at + token[:, None] * options.tiles.C + token[None, :])
+def store_values(pointer, at, values, n, start, first, options: tl.constexpr):
+    """Store a chunk's values, of padding too."""
+    if options.is_even and options.Dv % options.tiles.columns == 0:
+        tl.store(pointer + at, values)
+    else:
+        column = first + tl.arange(0, options.tiles.columns)
+        there = (start + tl.arange(0, options.tiles.C) < n.T)[:, None] & (column < options.Dv)[None, :]
+        tl.store(pointer + at, values, mask=there)
 
 
 @triton.jit
-def places_of_state(program, first, options: tl.constexpr):
-    """The places of a program's columns of a state, and which of them are there; [width, columns]."""
-    feature = tl.arange(0, options.width)
+def load_gates(x, index, row: tl.constexpr, options: tl.constexpr):
+    """A row of `LinearOptions.gates`, [C]."""
+    at = index * (options.gates * options.tiles.C) + row * options.tiles.C
+    return tl.load(x.gates + at + tl.arange(0, options.tiles.C))
+
+
+@triton.jit
+def load_whole(x, index, options: tl.constexpr):
+    """The product of a chunk's decays: what is kept up to its last token."""
+    return tl.load(x.gates + index * (options.gates * options.tiles.C) + (options.tiles.C - 1))
+
+
+@triton.jit
+def load_square(pointer, index, transposed: tl.constexpr, options: tl.constexpr):
+    """A chunk's matrix, [C, C]."""
+    C: tl.constexpr = options.tiles.C
+    row = tl.arange(0, C)[:, None]
+    column = tl.arange(0, C)[None, :]
+    return tl.load(pointer + index * (C * C) + (column * C + row if transposed else row * C + column))
+
+
+@triton.jit
+def places_of_state(index, row: tl.constexpr, rows: tl.constexpr, first, options: tl.constexpr):
+    """The places of ``rows`` features from ``row`` on of a program's columns of the state ``index``, and which of them
+    are there; [rows, columns].
+    """
+    feature = row + tl.arange(0, rows)
     column = first + tl.arange(0, options.tiles.columns)
-    at = program.state * (options.D * options.Dv) + feature[:, None] * options.Dv + column[None, :]
+    at = index * (options.D * options.Dv) + feature[:, None] * options.Dv + column[None, :]
     return at, (feature < options.D)[:, None] & (column < options.Dv)[None, :]
 
 
@@ -150,13 +176,13 @@ def load_state(pointer, program, first, options: tl.constexpr):
     if pointer is None:
         state = tl.full([options.width, options.tiles.columns], 0.0, tl.float32)
     else:  # Triton also compiles what follows a return
-        at, mask = places_of_state(program, first, options)
+        at, mask = places_of_state(program.state, 0, options.width, first, options)
         state = tl.load(pointer + at, mask=mask, other=0.0)
     return state
 
 
 @triton.jit
-def store_state(pointer, program, first, state, options: tl.constexpr):
-    """Store a program's columns of the last state."""
-    at, mask = places_of_state(program, first, options)
+def store_state(pointer, index, first, state, options: tl.constexpr):
+    """Store a program's columns of the state ``index``."""
+    at, mask = places_of_state(index, 0, options.width, first, options)
     tl.store(pointer + at, state, mask=mask)

@@ -1,11 +1,12 @@
-"""Linear attention on this machine's processor: attnops, a scan over tokens, and transformers' chunked rule in PyTorch.
+"""Linear attention on this machine's processor: attnops-cpu, the native forward, a scan over tokens, and transformers' chunked
+rule in PyTorch.
 
-    pip install torch transformers
+    pip install attnops-cpu torch transformers
     python benchmarks/linear.py [--tokens 4096] [--json FILE]
 
 The gated delta rule as Qwen3-Next calls it, float32, B 1, 16 heads of D = Dv = 128: forward, and forward and backward
-(gradients of all arrays). Contenders are called in turn, and the shortest time of each counts. Outputs
-are compared with the scan's before anything is timed.
+(gradients of all arrays). Programs are compiled before. Contenders are called in turn, and the shortest time of each counts.
+Outputs are compared with the scan's before anything is timed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnops import OperationMetadata
 from attnops_cli.output import print_table
 from attnops_linear import LinearAttention, reference
 from attnops_testing.bench.machine import describe_machine
@@ -43,8 +45,8 @@ def arrays(tokens: int) -> dict[str, np.ndarray]:
 def of_jax(function: Callable[..., Any], given: dict[str, np.ndarray]) -> tuple[Timed, Timed]:
     """Calls of a function of JAX, forward, and with its gradients."""
     inputs = {name: jnp.asarray(x) for name, x in given.items()}
-    forward = jax.jit(lambda x: function(**x)[0])
-    both = jax.jit(jax.grad(lambda x: (function(**x)[0] * x["value"]).sum()))
+    forward = jax.jit(lambda x: function(**x)[0]).lower(inputs).compile()
+    both = jax.jit(jax.grad(lambda x: (function(**x)[0] * x["value"]).sum())).lower(inputs).compile()
     return lambda: jax.block_until_ready(forward(inputs)), lambda: jax.block_until_ready(both(inputs))
 
 
@@ -79,7 +81,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     given = arrays(options.tokens)
-    contenders = {"attnops": of_jax(LinearAttention(), given), "scan over tokens": of_jax(reference, given)}
+    contenders: dict[str, tuple[Timed, Timed]] = {}
+    try:
+        from attnops_cpu.linear.operation import CpuLinearAttention
+
+        contenders["attnops-cpu"] = of_jax(CpuLinearAttention(OperationMetadata(on_unsupported="error")), given)
+    except ImportError as error:
+        print(f"without attnops-cpu's kernel: {error}")
+    contenders |= {"native": of_jax(LinearAttention(), given), "scan over tokens": of_jax(reference, given)}
     versions = {"jax": jax.__version__}
     try:
         contenders["transformers, PyTorch"] = of_torch(given)
@@ -93,20 +102,20 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [float("inf")] * 2 for name in contenders}
     for i in range(options.repeats):
         for name, calls in contenders.items():
-            # The scan's gradient keeps a state a token, and takes seconds.
+            # The scan's gradient keeps a state a token, and takes long.
             for part, call in enumerate(calls):
-                if part and i > 1 and name == "scan over tokens":
+                if part and i > 0 and name == "scan over tokens":
                     continue
                 start = time.perf_counter()
                 call()
                 times[name][part] = min(times[name][part], time.perf_counter() - start)
-    ours = times["attnops"]
+    ours = next(iter(times.values()))
     rows = [
         [name, *(f"{t * 1e3:,.0f} ms" for t in found), *(f"{t / o:.2f}" for t, o in zip(found, ours, strict=True))]
         for name, found in times.items()
     ]
     print(describe_machine(), versions)
-    print_table(["", "forward", "forward + backward", "÷ attnops", "÷ attnops"], rows)
+    print_table(["", "forward", "forward + backward", f"÷ {next(iter(times))}", "÷ the same"], rows)
     if options.json:
         options.json.write_text(json.dumps({"tokens": options.tokens, "versions": versions, "seconds": times}))
 

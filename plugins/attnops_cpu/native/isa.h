@@ -3,6 +3,7 @@
 
 #include "decode.h"
 #include "flash.h"
+#include "linear.h"
 #include "parallel.h"
 
 namespace attnops {
@@ -14,6 +15,7 @@ struct Kernels {
   bool (*forward)(const ForwardCall& call, Parallel& parallel);  // false: no memory
   bool (*backward)(const BackwardCall& call, Parallel& parallel);
   bool (*decode)(const DecodeCall& call, Parallel& parallel);
+  bool (*linear)(const LinearCall& call, Parallel& parallel);
 };
 
 // The instruction sets that CMakeLists.txt compiles for this processor's family.

@@ -18,7 +18,9 @@ import jax
 from attnops import Reason
 
 # The names of the handlers' symbols, which are also the names of their targets.
-TARGETS: Final = ("attnops_cpu_twice", "attnops_cpu_forward", "attnops_cpu_backward", "attnops_cpu_decode")
+TARGETS: Final = (
+    "attnops_cpu_twice", "attnops_cpu_forward", "attnops_cpu_backward", "attnops_cpu_decode", "attnops_cpu_linear",
+)  # fmt: skip
 
 _NAME: Final = "libattnops_cpu.dylib" if sys.platform == "darwin" else "libattnops_cpu.so"
 

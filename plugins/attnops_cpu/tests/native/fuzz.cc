@@ -1,5 +1,5 @@
 // Random calls of the kernels of one instruction set. Built with the address sanitizer, so that a read outside of an array
-// ends the program: each array has an allocation of its own, of exactly its size. Arguments: flash or decode, the number of
+// ends the program: each array has an allocation of its own, of exactly its size. Arguments: flash, decode or linear, the number of
 // calls, a seed, `one_in`, and, to see that a wrong result is found, any fifth one: the plain computation then hides the
 // newest key.
 #if defined(ATTNOPS_AMX)
@@ -30,6 +30,10 @@ bool hides_newest = false;
 
 #include "decode_fuzz.inc"
 
+#if !defined(ATTNOPS_AMX)  // which has no kernel of its own
+#include "linear_fuzz.inc"
+#endif
+
 template <class Fuzz>
 int run(int calls, unsigned seed) {
   for (int i = 0; i < calls; ++i) {
@@ -51,5 +55,8 @@ int main(int count, char** arguments) {
   const unsigned seed = static_cast<unsigned>(std::atoi(arguments[3]));
   one_in = count > 4 ? static_cast<unsigned>(std::atoi(arguments[4])) : 1;
   hides_newest = count > 5;
+#if !defined(ATTNOPS_AMX)
+  if (!std::strcmp(arguments[1], "linear")) return run<of_linear::Fuzz>(calls, seed);
+#endif
   return std::strcmp(arguments[1], "decode") ? run<of_flash::Fuzz>(calls, seed) : run<of_decode::Fuzz>(calls, seed);
 }

@@ -44,6 +44,7 @@ AMX: Final = {
         str(ROOT / "tests/native/tile_traps.cc"),
     ),
 }
+KERNELS: Final = {"flash": "200", "decode": "1000", "linear": "400"}  # with the number of calls
 # The address sanitizer reserves terabytes, more than the tests' own limit of memory.
 UNLIMITED: Final = ("prlimit", "--data=unlimited") if shutil.which("prlimit") else ()
 pytestmark = pytest.mark.slow
@@ -58,15 +59,15 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("isa", SANITIZED)
-@pytest.mark.parametrize("kernel", ["flash", "decode"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_random_calls_are_right_and_read_nothing_outside(kernel: str, isa: str, programs: Programs) -> None:
     flags = FLAGS[isa] if isa in HERE else STAND_IN[isa]
-    check(programs(isa, flags, True), kernel, "200" if kernel == "flash" else "1000")
+    check(programs(isa, flags, True), kernel, KERNELS[kernel])
 
 
-@pytest.mark.parametrize("kernel", ["flash", "decode"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_random_calls_of_arm_are_right(kernel: str, programs: Programs) -> None:
-    check(programs("neon_bf16", STAND_IN["neon_bf16"], False), kernel, "200" if kernel == "flash" else "1000")
+    check(programs("neon_bf16", STAND_IN["neon_bf16"], False), kernel, KERNELS[kernel])
 
 
 @pytest.mark.parametrize("kernel", ["flash", "decode"])
@@ -83,7 +84,7 @@ def test_random_calls_of_amx_are_right(kernel: str, tiles: str, sanitized: bool,
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kernel", ["flash", "decode"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_half_a_million_calls_read_nothing_outside(kernel: str, programs: Programs) -> None:
     found = run(programs(HERE[0], FLAGS[HERE[0]], True), kernel, "500000", "12345", "10")
     assert found.returncode == 0, found.stdout + found.stderr

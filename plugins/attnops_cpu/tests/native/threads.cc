@@ -83,7 +83,7 @@ struct Serial : Parallel {
   }
 };
 
-// Forward and backward with a bias whose gradient is shared, and a cache in several chunks.
+// Forward and backward with a bias whose gradient is shared, a cache in several chunks, and states whose columns are shared.
 struct Calls : Draws {
   static constexpr int64_t T = 130, S = 200, D = 16, SLOTS = 9000;
   float *query, *key, *value, *bias, *cache, *keys_of_cache;
@@ -99,7 +99,7 @@ struct Calls : Draws {
 
   static constexpr int64_t Q = T * 2 * D, KV = S * D, STATS = 2 * T, BIAS = T + S - 1;
   std::vector<float> operator()(Parallel& parallel) const {
-    std::vector<float> all(2 * Q + 2 * KV + 2 * STATS + BIAS + D);
+    std::vector<float> all(4 * Q + 2 * KV + 2 * STATS + BIAS + D + 4 * D * D);
     float* to = all.data();
     const auto take = [&](int64_t n) { return (to += n) - n; };
     Scoring s{};
@@ -118,8 +118,12 @@ struct Calls : Draws {
     c.key_stride = c.value_stride = c.key_count = c.value_count = D * 4;
     c.query = reinterpret_cast<const char*>(query), c.out = reinterpret_cast<char*>(take(D));
     c.positions = positions, c.rows = rows, c.left = left, c.right = right;
+    LinearCall linear{};
+    linear.B = linear.K = linear.H = 1, linear.T = T, linear.D = D, linear.Dv = 4 * D, linear.scale = 0.25f;
+    linear.query = query, linear.key = key, linear.value = value, linear.out = take(2 * Q), linear.state = take(4 * D * D);
     const Kernels& kernels = kernels_baseline;
     if (!kernels.forward(forward, parallel) || !kernels.backward(back, parallel) || !kernels.decode(c, parallel)) all.clear();
+    if (!kernels.linear(linear, parallel)) all.clear();
     return all;
   }
 };

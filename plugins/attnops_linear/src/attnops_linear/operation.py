@@ -202,8 +202,8 @@ class LinearAttention(BaseOperation):
 
         Args:
             kernel: a function of the metadata and the arguments of `forward_native`. It is not called without tokens.
-            reverse: kernels for reverse mode of first order. All other derivatives, and with None all, are those of
-                `forward_native`.
+            reverse: kernels for reverse mode of first order. All other derivatives are those of `forward_native`. With
+                None it computes all derivatives, and the outputs of what is differentiated.
             query: [B, T, K, D].
             key: [B, T, K, D].
             value: [B, T, Hv, Dv].
@@ -247,8 +247,8 @@ class LinearAttention(BaseOperation):
 
         @run.defjvp
         def tangent(primals: Any, tangents: Any) -> tuple[LinearOutput, LinearOutput]:
-            if reverse is None:
-                return run(*primals), jax.jvp(native, primals, tangents)[1]
+            if reverse is None:  # the native forward, which tangents need anyway
+                return jax.jvp(native, primals, tangents)
             wrapped = apart if _has_documents(primals[0]) else lambda forward, arrays: forward(**arrays)
             return jax.jvp(functools.partial(wrapped, reversible), primals, tangents)
 

@@ -1,0 +1,1 @@
+"""Linear attention: the operation, and the call of its handler."""

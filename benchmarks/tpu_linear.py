@@ -88,8 +88,9 @@ def program(job: Job) -> tuple[Callable[..., Any], list[Any], tuple[int, ...]]:
         metadata = OperationMetadata(platform="tpu", precision=precision, on_unsupported="error", mode="prefill")
         linear = TPULinearAttention(metadata)
         if job.backward:
-            arrays = [of(1, TOKENS // 64, H, D, D), *[of(1, TOKENS, H, D, dtype=jnp.bfloat16)] * 4]
-            return gradients(metadata), [*arrays, *[of(1, TOKENS, H)] * 2, *[of(1, H, D, D)] * 2], ()
+            arrays = [of(1, TOKENS, H, D, dtype=jnp.bfloat16)] * 3 + [of(1, TOKENS, H)] * 2 + [of(1, H, D, D)]
+            d = [arrays[0], arrays[-1]]
+            return gradients(metadata), [kept(metadata, job.generation, arrays), *d, *arrays], ()
 
         def own(state: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any) -> Any:
             return linear(query, key, value, decay=decay, beta=beta, initial_state=state, return_state=True)
@@ -124,15 +125,29 @@ def program(job: Job) -> tuple[Callable[..., Any], list[Any], tuple[int, ...]]:
 
 
 def gradients(metadata: Any) -> Callable[..., Any]:
-    """The gradients of all arrays, from the states before the chunks."""
+    """The gradients of all arrays, from what the forward kernel keeps."""
     from attnops_linear import LinearOutput
     from attnops_tpu.linear.backward import backward
 
-    def run(states: Any, d: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, first: Any, d_last: Any) -> Any:
+    def run(kept: Any, d: Any, d_last: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, first: Any) -> Any:
         d = LinearOutput(d, d_last)
-        return backward(metadata, states, d, q, k, v, decay=decay, beta=beta, initial_state=first)
+        return backward(metadata, kept, d, q, k, v, decay=decay, beta=beta, initial_state=first)
 
     return run
+
+
+def kept(metadata: Any, generation: str, arrays: list[Any]) -> Any:
+    """The shapes of what the forward kernel keeps."""
+    import jax
+
+    from attnops_tpu.generations import target
+    from attnops_tpu.linear.forward import forward_with_states
+
+    def run(q: Any, k: Any, v: Any, decay: Any, beta: Any, first: Any) -> Any:
+        return forward_with_states(metadata, q, k, v, decay=decay, beta=beta, initial_state=first)[1]
+
+    with target(generation):
+        return jax.eval_shape(run, *arrays)
 
 
 def count(job: Job) -> dict[str, Any]:

@@ -31,7 +31,7 @@ arXiv:2406.06484).
 from __future__ import annotations
 
 import functools
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from jax.experimental import pallas as pl
 from attnops import OperationMetadata
 from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_linear import LinearOutput
-from attnops_tpu.linear.chunk import Chunk, chunk, half, is_before, pairs, part, stacked
+from attnops_tpu.linear.chunk import Chunk, Kept, chunk, half, is_before, pairs, part, stacked
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
 from attnops_tpu.linear.prepare import (
@@ -57,10 +57,6 @@ from attnops_tpu.linear.prepare import (
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
-# The states of a grid step have at most this share of vector memory: there are more arrays of them than forward.
-_SHARE: Final = 16
-
-
 class Refs(NamedTuple):
     """The references of the kernel, for the chunks from the last one on; names as in `attnops_tpu.linear.forward`."""
 
@@ -71,6 +67,7 @@ class Refs(NamedTuple):
     columns: Any  # [1, 1, 1, 48, p · C]
     copies: Any  # [48, 9 · 128]
     states: Any  # [1, 1, h, D, Dv], before the chunk
+    inverses: Any  # [1, 1, 1, p · C, 2 · C] or None
     d_outputs: Any  # [1, C, h · Dv]
     d_last: Any  # [1, h, D, Dv], of the last state
     d_query: Any  # [1, C, k · D]
@@ -81,7 +78,7 @@ class Refs(NamedTuple):
 
 
 def backward(
-    metadata: OperationMetadata, states: jax.Array, d: LinearOutput, query: jax.Array, key: jax.Array,
+    metadata: OperationMetadata, kept: Kept, d: LinearOutput, query: jax.Array, key: jax.Array,
     value: jax.Array, *, decay: jax.Array | None = None, beta: jax.Array | None = None, scale: float | None = None,
     initial_state: jax.Array | None = None, mask: Any = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
@@ -89,7 +86,7 @@ def backward(
 
     Args:
         metadata: the operation's metadata.
-        states: what `attnops_tpu.linear.forward.forward_with_states` keeps.
+        kept: what `attnops_tpu.linear.forward.forward_with_states` keeps.
         d: the gradients of the output and, or None, of the last state.
         query: [B, T, K, D]; it and the others are the arguments of that.
         key: [B, T, K, D].
@@ -101,12 +98,12 @@ def backward(
         mask: an `attnops_linear.masks.Tokens` or None.
     """
     (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
-    plan = make_plan(metadata, query, value, scale, beta is not None, share=_SHARE)
+    plan = make_plan(metadata, query, value, scale, beta is not None, keeps=True)
     d_state = jnp.zeros((B, H, D, Dv), jnp.float32) if d.state is None else d.state
     given = arrays(plan, query, key, value, decay, beta, d_state, mask)
     is_token = None if mask is None else mask.is_token
     d_outputs = of_tokens(d.attention_outputs, plan.Dv, is_token, given.value.dtype)
-    d_query, d_key, d_value, d_rows, d_first = finished(plan, _call(plan, given, states, d_outputs))
+    d_query, d_key, d_value, d_rows, d_first = finished(plan, _call(plan, given, kept, d_outputs))
 
     def of_keys(x: jax.Array) -> jax.Array:
         # Steps of some value heads each have a part of a key head's gradient.
@@ -131,10 +128,10 @@ def backward(
 
 
 @folds_batch
-def _call(plan: LinearPlan, given: Arrays, states: jax.Array, d_outputs: jax.Array) -> tuple[jax.Array, ...]:
+def _call(plan: LinearPlan, given: Arrays, kept: Kept, d_outputs: jax.Array) -> tuple[jax.Array, ...]:
     """The gradients of `Refs`, for whole rows."""
-    folded = Arrays(*(of_batch(plan, x) for x in given)), of_batch(plan, states), of_batch(plan, d_outputs), copies()
-    given, states, d_outputs, copied = equally_varying(folded)
+    given, kept, d_outputs = jax.tree.map(functools.partial(of_batch, plan), (given, kept, d_outputs))
+    given, kept, d_outputs, copied = equally_varying((given, kept, d_outputs, copies()))
     (B, H), N = given.state.shape[:2], given.rows.shape[2]
     keys, heads = plan.keys, plan.heads
     # How many steps in turn have the same key head.
@@ -162,7 +159,8 @@ def _call(plan: LinearPlan, given: Arrays, states: jax.Array, d_outputs: jax.Arr
         Input(given.rows, of_chunk(given.rows)),
         Input(given.columns, of_chunk(given.columns)),
         Input(copied, pl.BlockSpec(copied.shape, lambda b, h, n: (0, 0))),
-        Input(states, pl.BlockSpec((1, 1, heads, plan.D, plan.Dv), lambda b, h, n: (b, N - 1 - n, h, 0, 0))),
+        Input(kept.states, pl.BlockSpec((1, 1, heads, plan.D, plan.Dv), lambda b, h, n: (b, N - 1 - n, h, 0, 0))),
+        None if kept.inverses is None else Input(kept.inverses, of_chunk(kept.inverses)),
         Input(d_outputs, values),
         last,
         of_key(given.query),
@@ -197,7 +195,7 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     count, rough = plan.passes, plan.passes if refs.key.dtype == jnp.float32 else 1
     heads = range(plan.heads)
     states, d_states = ([ref[i] for i in heads] for ref in (refs.states.at[0, 0], refs.d_state.at[0]))
-    found = chunk(plan, refs, states, rough)
+    found = chunk(plan, refs, states, rough, refs.inverses[0, 0, 0] if plan.beta else None)
     gates = found.gates
     d_outputs = [parts(refs.d_outputs[0, :, part(i, plan.Dv)], count) for i in heads]
     solved = _solved(plan, rough, found, d_outputs, d_states)

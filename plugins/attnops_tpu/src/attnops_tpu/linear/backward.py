@@ -31,7 +31,7 @@ arXiv:2406.06484).
 from __future__ import annotations
 
 import functools
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from jax.experimental import pallas as pl
 from attnops import OperationMetadata
 from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_linear import LinearOutput
-from attnops_tpu.linear.chunk import Chunk, chunk, half, is_before, pairs, part, stacked
+from attnops_tpu.linear.chunk import Chunk, Kept, Parts, Past, chunk, half, is_before, pairs, part, stacked
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
 from attnops_tpu.linear.prepare import (
@@ -57,9 +57,6 @@ from attnops_tpu.linear.prepare import (
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
-# The states of a grid step have at most this share of vector memory: there are more arrays of them than forward.
-_SHARE: Final = 16
-
 
 class Refs(NamedTuple):
     """The references of the kernel, for the chunks from the last one on; names as in `attnops_tpu.linear.forward`."""
@@ -71,6 +68,7 @@ class Refs(NamedTuple):
     columns: Any  # [1, 1, 1, 48, p · C]
     copies: Any  # [48, 9 · 128]
     states: Any  # [1, 1, h, D, Dv], before the chunk
+    inverses: Any  # [1, 1, 1, p · C, 2 · C] or None
     d_outputs: Any  # [1, C, h · Dv]
     d_last: Any  # [1, h, D, Dv], of the last state
     d_query: Any  # [1, C, k · D]
@@ -81,7 +79,7 @@ class Refs(NamedTuple):
 
 
 def backward(
-    metadata: OperationMetadata, states: jax.Array, d: LinearOutput, query: jax.Array, key: jax.Array,
+    metadata: OperationMetadata, kept: Kept, d: LinearOutput, query: jax.Array, key: jax.Array,
     value: jax.Array, *, decay: jax.Array | None = None, beta: jax.Array | None = None, scale: float | None = None,
     initial_state: jax.Array | None = None, mask: Any = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
@@ -89,7 +87,7 @@ def backward(
 
     Args:
         metadata: the operation's metadata.
-        states: what `attnops_tpu.linear.forward.forward_with_states` keeps.
+        kept: what `attnops_tpu.linear.forward.forward_with_states` keeps.
         d: the gradients of the output and, or None, of the last state.
         query: [B, T, K, D]; it and the others are the arguments of that.
         key: [B, T, K, D].
@@ -101,12 +99,12 @@ def backward(
         mask: an `attnops_linear.masks.Tokens` or None.
     """
     (B, T, K, D), (H, Dv) = query.shape, value.shape[2:]
-    plan = make_plan(metadata, query, value, scale, beta is not None, share=_SHARE)
+    plan = make_plan(metadata, query, value, scale, beta is not None, keeps=True)
     d_state = jnp.zeros((B, H, D, Dv), jnp.float32) if d.state is None else d.state
     given = arrays(plan, query, key, value, decay, beta, d_state, mask)
     is_token = None if mask is None else mask.is_token
     d_outputs = of_tokens(d.attention_outputs, plan.Dv, is_token, given.value.dtype)
-    d_query, d_key, d_value, d_rows, d_first = finished(plan, _call(plan, given, states, d_outputs))
+    d_query, d_key, d_value, d_rows, d_first = finished(plan, _call(plan, given, kept, d_outputs))
 
     def of_keys(x: jax.Array) -> jax.Array:
         # Steps of some value heads each have a part of a key head's gradient.
@@ -131,10 +129,10 @@ def backward(
 
 
 @folds_batch
-def _call(plan: LinearPlan, given: Arrays, states: jax.Array, d_outputs: jax.Array) -> tuple[jax.Array, ...]:
+def _call(plan: LinearPlan, given: Arrays, kept: Kept, d_outputs: jax.Array) -> tuple[jax.Array, ...]:
     """The gradients of `Refs`, for whole rows."""
-    folded = Arrays(*(of_batch(plan, x) for x in given)), of_batch(plan, states), of_batch(plan, d_outputs), copies()
-    given, states, d_outputs, copied = equally_varying(folded)
+    given, kept, d_outputs = jax.tree.map(functools.partial(of_batch, plan), (given, kept, d_outputs))
+    given, kept, d_outputs, copied = equally_varying((given, kept, d_outputs, copies()))
     (B, H), N = given.state.shape[:2], given.rows.shape[2]
     keys, heads = plan.keys, plan.heads
     # How many steps in turn have the same key head.
@@ -162,7 +160,8 @@ def _call(plan: LinearPlan, given: Arrays, states: jax.Array, d_outputs: jax.Arr
         Input(given.rows, of_chunk(given.rows)),
         Input(given.columns, of_chunk(given.columns)),
         Input(copied, pl.BlockSpec(copied.shape, lambda b, h, n: (0, 0))),
-        Input(states, pl.BlockSpec((1, 1, heads, plan.D, plan.Dv), lambda b, h, n: (b, N - 1 - n, h, 0, 0))),
+        Input(kept.states, pl.BlockSpec((1, 1, heads, plan.D, plan.Dv), lambda b, h, n: (b, N - 1 - n, h, 0, 0))),
+        None if kept.inverses is None else Input(kept.inverses, of_chunk(kept.inverses)),
         Input(d_outputs, values),
         last,
         of_key(given.query),
@@ -182,6 +181,7 @@ class _Solved(NamedTuple):
     """Of each head, float32: the gradient of the values, [C, Dv]; and by pair, products [C, 128] with Yᵀ, times e."""
 
     d_values: list[jax.Array]
+    ends: list[jax.Array]  # [C, Dv], to_end K dS'
     of_outputs: list[jax.Array]  # s dO Yᵀ ∘ e
     of_values: list[jax.Array]  # −Z Yᵀ ∘ e, strictly lower; with the delta rule only
 
@@ -197,10 +197,17 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     count, rough = plan.passes, plan.passes if refs.key.dtype == jnp.float32 else 1
     heads = range(plan.heads)
     states, d_states = ([ref[i] for i in heads] for ref in (refs.states.at[0, 0], refs.d_state.at[0]))
-    found = chunk(plan, refs, states, rough)
+
+    def look_up(i: int, _: Parts, key: Parts) -> Past:
+        # The keys of a head are multiplied by both states at once.
+        both = jnp.concatenate([states[i], d_states[i]] if plan.beta else [d_states[i]], axis=1)
+        seen = product(key, parts(both, count), count)
+        return Past(None, seen[:, : plan.Dv] if plan.beta else None, seen[:, -plan.Dv :])
+
+    found = chunk(plan, refs, look_up, refs.inverses[0, 0, 0] if plan.beta else None)
     gates = found.gates
     d_outputs = [parts(refs.d_outputs[0, :, part(i, plan.Dv)], count) for i in heads]
-    solved = _solved(plan, rough, found, d_outputs, d_states)
+    solved = _solved(plan, rough, found, d_outputs)
     d_values = solved.d_values
     scores = [
         [x * gates.row("beta", i) if plan.beta else x for x in both]
@@ -209,9 +216,16 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     d_scores = [[parts(x, rough) for x in both] for both in scores]
 
     # Products with the states.
-    rows = [stacked([d_outputs[i][:rough], parts(d_values[i], rough)]) if plan.beta else d_outputs[i] for i in heads]
-    of_states = [product(rows[i], parts(states[i], rough), rough, BY_ROWS) for i in heads]
-    of_d_states = [product(parts(found.solved[i], rough), parts(d_states[i], rough), rough, BY_ROWS) for i in heads]
+    of_states = [product(d_outputs[i][:rough], parts(states[i], rough), rough, BY_ROWS) for i in heads]
+    # Decays multiply the left operands, so that one product adds up what both states have of a key's gradient.
+    rows = [[x * gates.of_head("to_end", i, plan.Dv)] for i, x in enumerate(found.updates)]
+    if plan.beta:
+        rows = [[*x, -gates.of_head("kept", i, plan.Dv) * d_values[i]] for i, x in enumerate(rows)]
+    columns = [[d_states[i], states[i]] if plan.beta else [d_states[i]] for i in heads]
+    of_both = [
+        product(parts(jnp.concatenate(x, axis=1), rough), parts(jnp.concatenate(y, axis=1), rough), rough, BY_ROWS)
+        for x, y in zip(rows, columns, strict=True)
+    ]
     # Products with the scores' gradients.
     of_keys = [product(stacked([half(x, i) for x in d_scores[i // 2]]), found.keys[i][:rough], rough) for i in heads]
     of_queries = [
@@ -227,15 +241,15 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     for i in heads:
         key = i * plan.keys // plan.heads
         kept = gates.of_head("kept", i, plan.D)
-        end = of_d_states[i] * gates.of_head("to_end", i, plan.D)
-        of_end.append(end * _whole(found.keys[i]))
-        d_query = plan.scale * kept * of_states[i][:CHUNK] + of_keys[i][:CHUNK]
-        d_key = (end * gates.of_head("beta", i, plan.D) if plan.beta else end) + of_queries[i]
-        of_kept.append(plan.scale * _whole(d_outputs[i]) * found.past[i].of_query)
+        of_end.append(_along(solved.ends[i] * found.solved[i]))
+        looked = plan.scale * kept * of_states[i]
+        d_query = looked + of_keys[i][:CHUNK]
+        d_key = of_both[i] + of_queries[i]
+        of_key = None
         if plan.beta:
-            d_key = d_key + of_keys[i][CHUNK:] - kept * of_states[i][CHUNK:]
-            of_kept[i] = of_kept[i] - d_values[i] * found.past[i].of_key
-        of_kept[i] = of_kept[i] * gates.of_head("kept", i, plan.Dv)
+            d_key = d_key + of_keys[i][CHUNK:]
+            of_key = d_values[i] * found.past[i].of_key * gates.of_head("kept", i, plan.Dv)
+        of_kept.append(_along(looked * _whole(found.queries[i]), of_key))
         d_queries[key] = d_query if d_queries[key] is None else d_queries[key] + d_query
         d_keys[key] = d_key if d_keys[key] is None else d_keys[key] + d_key
         refs.d_value[0, :, part(i, plan.Dv)] = d_values[i].astype(refs.d_value.dtype)
@@ -253,17 +267,13 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
         refs.d_state[0, i] = whole * d_states[i] + product(stacked(left), stacked(right), count, BY_COLUMNS)
 
 
-def _solved(
-    plan: LinearPlan, rough: int, found: Chunk, d_outputs: list[list[jax.Array]], d_states: list[jax.Array]
-) -> _Solved:
+def _solved(plan: LinearPlan, rough: int, found: Chunk, d_outputs: list[list[jax.Array]]) -> _Solved:
     count, heads, gates = plan.passes, range(plan.heads), found.gates
     decays = [plan.scale * decay for decay in found.decays]
     weights = [parts(x[0] * decay, count) for x, decay in zip(found.scores, decays, strict=True)]
-    d_updates = [product(found.keys[i], parts(d_states[i], count), count) for i in heads]
-    d_updates = [
-        x * gates.of_head("to_end", i, plan.Dv) + product(half(weights[i // 2], i), d_outputs[i], count, BY_COLUMNS)
-        for i, x in enumerate(d_updates)
-    ]
+    # What the state after the chunk has of them.
+    ends = [found.past[i].of_gradient * gates.of_head("to_end", i, plan.Dv) for i in heads]
+    d_updates = [x + product(half(weights[i // 2], i), d_outputs[i], count, BY_COLUMNS) for i, x in enumerate(ends)]
     d_values = d_updates
     if plan.beta:
         right = [parts(x * gates.of_head("beta", i, plan.Dv), count) for i, x in enumerate(d_updates)]
@@ -279,7 +289,7 @@ def _solved(
         of_outputs.append(each[0] * decays[i])
         if plan.beta:
             of_values.append(jnp.where(is_before(), -each[1] * found.decays[i], 0.0))
-    return _Solved(d_values, of_outputs, of_values)
+    return _Solved(d_values, ends, of_outputs, of_values)
 
 
 def _gates(
@@ -289,19 +299,15 @@ def _gates(
     """Write the gradients of decays and betas."""
     row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), axis) for axis in (0, 1))
     place = lane & (CHUNK - 1)
-    sums = product(
-        parts(jnp.concatenate([x.sum(axis=0, keepdims=True) for x in of_whole], axis=0), 3),
-        [jnp.ones((plan.Dv, LANES), jnp.bfloat16)], 3,
-    )  # fmt: skip
+    sums = _along(jnp.concatenate([x.sum(axis=0, keepdims=True) for x in of_whole], axis=0))
     left, right = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
     earlier = ((left < right) & ((left < CHUNK) == (right < CHUNK))).astype(jnp.bfloat16)
+    # Those of all pairs are one product, whose right operand the matrix unit loads once.
+    products = [[x * y for x, y in zip(*both, strict=True)] for both in zip(scores, found.scores, strict=True)]
+    befores = product(parts(jnp.concatenate([sum(x[1:], x[0]) for x in products]), rough), [earlier], rough)
     for i, (first, second) in enumerate(pairs(plan)):
-        products = [x * y for x, y in zip(scores[i], found.scores[i], strict=True)]
-        before = product(parts(sum(products[1:], products[0]), rough), [earlier], rough)
-        kept, end = (
-            product(parts(jnp.concatenate([x[first], x[second]], axis=1), rough), [_ones(x[first].shape[1])], rough)
-            for x in (of_kept, of_end)
-        )
+        before = befores[part(i, CHUNK)]
+        kept, end = (jnp.where(lane < CHUNK, x[first], x[second]) for x in (of_kept, of_end))
         beta: Any = 1.0
         if plan.beta:
             beta = jnp.where(
@@ -317,10 +323,14 @@ def _gates(
             refs.d_rows[0, 0, 0, 1:2, part(i, LANES)] = d_beta
 
 
-def _ones(width: int) -> jax.Array:
-    """[2 · width, 128]: sums of the first ``width`` lanes in the first half of the lanes, of others in the second."""
-    row, lane = (lax.broadcasted_iota(jnp.int32, (2 * width, LANES), axis) for axis in (0, 1))
-    return ((row < width) == (lane < CHUNK)).astype(jnp.bfloat16)
+def _along(added: jax.Array, subtracted: jax.Array | None = None) -> jax.Array:
+    """The sum over the lanes of one array, less that of another, [C, 1]."""
+
+    def folded(x: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.add, (x[:, part(i, LANES)] for i in range(x.shape[1] // LANES)))
+
+    total = folded(added)
+    return (total if subtracted is None else total - folded(subtracted)).sum(axis=1, keepdims=True)
 
 
 def _whole(x: list[jax.Array]) -> jax.Array:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.plan import LANES, LinearPlan
 from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
+
+Parts: TypeAlias = list[jax.Array]
 
 
 class Gates:
@@ -53,12 +56,27 @@ class Past(NamedTuple):
     """What the state before a chunk has for its tokens, [C, Dv] float32.
 
     Attributes:
-        of_query: the state's values for queries, q S.
+        of_query: the state's values for queries, q S; forward only.
         of_key: those for keys; with the delta rule only.
+        of_gradient: those of the gradient of the state after the chunk for keys; backward only.
     """
 
-    of_query: jax.Array
+    of_query: Any
     of_key: Any
+    of_gradient: Any = None
+
+
+class Kept(NamedTuple):
+    """What the forward kernel keeps for the backward one, of N chunks.
+
+    Attributes:
+        states: [B, N, H, D, Dv] float32, before each chunk.
+        inverses: [B, H / h, N, p · C, 128], (I + M B)⁻¹ of each pair, float32, or bfloat16 where products of single
+            parts need no more; None without the delta rule.
+    """
+
+    states: Any
+    inverses: Any
 
 
 class Chunk(NamedTuple):
@@ -71,7 +89,8 @@ class Chunk(NamedTuple):
         scores: by pair, [q k, k k], products of queries with keys and, with the delta rule, of keys with keys.
         decays: by pair, the products of decays after token j up to token i, 0 for i < j.
         past: what the state has for the tokens.
-        solutions: by pair, the parts of (I + M B)⁻¹, with M the strictly lower k k ∘ decays, and B the betas; or None.
+        inverses: by pair, (I + M B)⁻¹, with M the strictly lower k k ∘ decays, and B the betas; or None.
+        solutions: by pair, their parts; or None.
         solved: (I + M B)⁻¹ (V − kept k S), or the values; [C, Dv].
         updates: B of it, or the values.
     """
@@ -82,12 +101,13 @@ class Chunk(NamedTuple):
     scores: list[list[jax.Array]]
     decays: list[jax.Array]
     past: list[Past]
+    inverses: Any
     solutions: Any
     solved: list[jax.Array]
     updates: list[jax.Array]
 
 
-def chunk(plan: LinearPlan, refs: Any, states: list[jax.Array], rough: int) -> Chunk:
+def chunk(plan: LinearPlan, refs: Any, look_up: Callable[[int, Parts, Parts], Past], kept: Any = None) -> Chunk:
     """A chunk of some heads.
 
     The matrix unit keeps the order of the program. So each phase has all heads before the next one begins: a phase
@@ -96,8 +116,8 @@ def chunk(plan: LinearPlan, refs: Any, states: list[jax.Array], rough: int) -> C
     Args:
         plan: what is static.
         refs: ``query``, ``key``, ``value``, ``rows``, ``columns`` and ``copies`` of a kernel's references.
-        states: of each head, [D, Dv] float32, before the chunk.
-        rough: the ``count`` of products for the outputs.
+        look_up: a function of a head and the parts of its queries and keys.
+        kept: the inverses of the chunk's systems, see `Kept`, where they are known.
     """
     count, heads = plan.passes, range(plan.heads)
     gates = Gates(refs)
@@ -106,23 +126,27 @@ def chunk(plan: LinearPlan, refs: Any, states: list[jax.Array], rough: int) -> C
         for x in (refs.key, refs.query)
     )
     scores = [_scores(plan, [queries[i] for i in pair], [keys[i] for i in pair]) for pair in pairs(plan)]
-    past = [_past(plan, rough, queries[i], keys[i], states[i]) for i in heads]
+    past = [look_up(i, queries[i], keys[i]) for i in heads]
     decays = [_decays(gates, i) for i in range(len(scores))]
     solved = updates = [refs.value[0, :, part(i, plan.Dv)] for i in heads]
-    solutions = None
+    inverted = solutions = None
     if plan.beta:
-        # With B the diagonal matrix of betas, (I + B M)⁻¹ B = B (I + M B)⁻¹, whose betas are along the lanes.
-        systems = [
-            jnp.where(is_before(), found[1] * decay * gates.row("beta", i), 0.0)
-            for i, (found, decay) in enumerate(zip(scores, decays, strict=True))
-        ]
-        solutions = [parts(x, count) for x in inverses(systems, count)]
+        if kept is None:
+            # With B the diagonal matrix of betas, (I + B M)⁻¹ B = B (I + M B)⁻¹, whose betas are along the lanes.
+            systems = [
+                jnp.where(is_before(), found[1] * decay * gates.row("beta", i), 0.0)
+                for i, (found, decay) in enumerate(zip(scores, decays, strict=True))
+            ]
+            inverted = inverses(systems, count)
+        else:
+            inverted = [kept[part(i, CHUNK)] for i in range(len(scores))]
+        solutions = [parts(x, count) for x in inverted]
         targets = [
             x.astype(jnp.float32) - past[i].of_key * gates.of_head("kept", i, plan.Dv) for i, x in enumerate(updates)
         ]
         solved = [product(half(solutions[i // 2], i), parts(x, count), count) for i, x in enumerate(targets)]
         updates = [x * gates.of_head("beta", i, plan.Dv) for i, x in enumerate(solved)]
-    return Chunk(gates, queries, keys, scores, decays, past, solutions, solved, updates)
+    return Chunk(gates, queries, keys, scores, decays, past, inverted, solutions, solved, updates)
 
 
 def pairs(plan: LinearPlan) -> list[tuple[int, int]]:
@@ -139,7 +163,8 @@ def _scores(plan: LinearPlan, queries: list[list[jax.Array]], keys: list[list[ja
     return [jnp.where(is_first, cut[i], cut[i + 1]) for i in range(0, len(cut), 2)]
 
 
-def _past(plan: LinearPlan, rough: int, query: list[jax.Array], key: list[jax.Array], state: jax.Array) -> Past:
+def past(plan: LinearPlan, rough: int, state: jax.Array, query: Parts, key: Parts) -> Past:
+    """What a state [D, Dv] has for queries, to ``rough``, and for keys."""
     states = parts(state, plan.passes)
     if not plan.beta:
         return Past(product(query, states, rough), None)

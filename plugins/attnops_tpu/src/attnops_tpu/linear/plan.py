@@ -17,9 +17,11 @@ from attnops_tpu.references import needed
 LANES: Final = 128
 # Products of bfloat16 parts are those of XLA at each precision: 1, 3 and 6.
 _COUNTS: Final[dict[Any, int]] = {lax.Precision.DEFAULT: 1, lax.Precision.HIGH: 2}
-# Value heads of a grid step: at most so many, whose states have at most this share of vector memory.
+# Value heads of a grid step: at most so many, whose states have at most this share of vector memory, and a smaller one
+# where there is a backward kernel, which has more arrays of them. Both of its kernels have the same heads a step.
 _HEADS: Final = 16
 _SHARE: Final = 8
+_SHARE_WITH_BACKWARD: Final = 16
 # Bytes for registers that the compiler spills, for each head of D = Dv = 128.
 _SPILLED: Final = 1 << 20
 
@@ -39,7 +41,7 @@ class LinearPlan:
         beta: whether it is the delta rule.
         passes: the ``count`` of products, see `attnops_tpu.linear.products.product`.
         interpret: whether kernels run in Pallas's interpreter.
-        keeps: whether the forward kernel keeps the states before the chunks.
+        keeps: whether the forward kernel keeps what the backward kernel needs, `attnops_tpu.linear.chunk.Kept`.
     """
 
     B: int
@@ -61,18 +63,18 @@ def plan(
     value: jax.Array,
     scale: float | None,
     beta: bool,
-    share: int = _SHARE,
+    keeps: bool = False,
 ) -> LinearPlan:
-    """The plan of a call; ``share``: see `_SHARE`, larger for a kernel that has more arrays of states."""
+    """The plan of a call, or with ``keeps`` that of one with gradients."""
     (K, D), (H, Dv) = query.shape[2:], value.shape[2:]
     D, Dv = (-(-n // LANES) * LANES for n in (D, Dv))
     scale = query.shape[3] ** -0.5 if scale is None else scale
     # Two buffers each for the first state and the last.
-    room = generation().vmem // share // (4 * 4 * D * Dv)
+    room = generation().vmem // (_SHARE_WITH_BACKWARD if keeps else _SHARE) // (4 * 4 * D * Dv)
     keys, heads = heads_of_step(K, H, max(1, min(_HEADS, room)))
     return LinearPlan(
         B=query.shape[0], dtype=query.dtype, keys=keys, heads=heads, D=D, Dv=Dv, scale=scale, beta=beta,
-        passes=_COUNTS.get(metadata.precision, 3), interpret=metadata.interpret,
+        passes=_COUNTS.get(metadata.precision, 3), interpret=metadata.interpret, keeps=keeps,
     )  # fmt: skip
 
 

@@ -125,8 +125,8 @@ def new_of_tiles(
         token = jnp.minimum(starts[batch.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
         tokens = {name: x[0][:, token].swapaxes(0, 1) for name, x in tokens.items()}
     elif cache.batch * bq < N:
-        # The first of each row. Of tokens as they were given: as they are stored, tokens are not the first axis, and XLA
-        # would copy all to another layout.
+        # The first of each row. Of tokens as they were given: as they are stored, tokens are not the first axis, and
+        # XLA would copy all to another layout.
         assert new.given is not None
         token = jnp.minimum(starts[:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1).reshape(-1)
         starts = jnp.arange(cache.batch, dtype=jnp.int32) * bq

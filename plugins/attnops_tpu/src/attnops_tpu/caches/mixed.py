@@ -32,12 +32,12 @@ _SHARE: Final = 3
 _BUFFERS: Final = 16
 
 
-# Bundles of a kernel's code: of small items, of 256 query heads times queries or more; of large ones whatever their
+# Bundles of a kernel's code: of small items whatever their kv heads, and of each up to 8; of large ones whatever their
 # size, of a kv head, and of 512 × 512 scores with D = 128; and, if these read queries in place, of their masks and of
 # each part of a register. Fitted to kernels on v6e, see NOTES.md; it is rather too much than too little.
-_SMALL_CODE: Final = 4_800
+_SMALL_CODE: Final = 1_200, 450
 _LARGE_CODE: Final = 4_500, 180, 450
-_IN_PLACE_CODE: Final = 1_000, 0.9
+_IN_PLACE_CODE: Final = 800, 0.5
 
 
 class MixedPlan(NamedTuple):
@@ -104,7 +104,8 @@ def code_of(plan: CachePlan) -> float:
     """An estimate of the bundles of code of items, which are straight-line but for loops over tiles."""
     work = 2 if plan.scoring.has_cap_or_bias or plan.dtype != jnp.bfloat16 else 1
     if not plan.transposed:
-        return _SMALL_CODE * work * min(plan.H * plan.bq / 256, 1)
+        fixed, of_head = _SMALL_CODE
+        return work * (fixed + of_head * min(plan.K, 8))
     keys = (plan.chunk if plan.is_looped else plan.bk) + plan.masked_chunk  # of a tile without a mask, and of one with
     scores = work * plan.H * plan.bq * keys / 512**2
     wide = 0.45 + 0.55 * (plan.D + plan.Dv) / 256  # only products have more code for more features

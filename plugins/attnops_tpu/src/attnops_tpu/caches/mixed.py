@@ -34,10 +34,10 @@ _BUFFERS: Final = 16
 
 # Bundles of a kernel's code: of small items whatever their kv heads, and of each up to 8; of large ones whatever their
 # size, of a kv head, and of 512 × 512 scores with D = 128; and, if these read queries in place, of their masks and of
-# each part of a register. Fitted to kernels on v6e, see NOTES.md; it is rather too much than too little.
-_SMALL_CODE: Final = 1_200, 450
+# a row of a kv head. Fitted to kernels on v6e, see NOTES.md; it is rather too much than too little.
+_SMALL_CODE: Final = 2_000, 350
 _LARGE_CODE: Final = 4_500, 180, 450
-_IN_PLACE_CODE: Final = 800, 0.5
+_IN_PLACE_CODE: Final = 400, 0.35
 
 
 class MixedPlan(NamedTuple):
@@ -112,8 +112,8 @@ def code_of(plan: CachePlan) -> float:
     fixed, of_head, of_scores = _LARGE_CODE
     code = fixed + of_head * plan.K + of_scores * scores * wide
     if plan.N:
-        of_masks, of_part = _IN_PLACE_CODE
-        code += work * of_masks + of_part * plan.K * plan.R / min(plan.G, 8)
+        of_masks, of_row = _IN_PLACE_CODE
+        code += work * of_masks + of_row * plan.K * plan.R
     return code
 
 

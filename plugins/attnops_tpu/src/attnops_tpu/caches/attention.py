@@ -183,7 +183,7 @@ def make_plan(
     one_pass = dtype == jnp.bfloat16 or metadata.precision == lax.Precision.DEFAULT
     return CachePlan(
         B=B, T=T, S=S, H=H, K=K, D=D, Dv=Dv, width=layout.width, is_packed=of_tiles is not None,
-        N=of_tiles.query.shape[0] if of_tiles is not None and can_be_in_place(H // K) else 0,
+        N=of_tiles.query.shape[0] if of_tiles is not None and can_be_in_place(K, H // K) else 0,
         keys_by_cache_row=keys_by_cache_row, is_ring=isinstance(cache, WindowCache),
         is_paged=isinstance(cache, PagedCache),
         sublanes=chip.sublanes, cores=chip.cores, dtype=dtype, stored=jnp.dtype(layout.stored_dtype),

@@ -6,7 +6,7 @@ by. A tile of fewer queries reads those after it too, but only its own outputs a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.caches.plan import CachePlan
+from attnops_tpu.caches.tile_sizes import most_rows
+
+# Parts of registers of a tile of queries, all kv heads.
+_PARTS: Final = 1 << 12
 
 
 class Places(NamedTuple):
@@ -43,9 +47,12 @@ class PackedRefs(NamedTuple):
     written: Any  # a semaphore [1]
 
 
-def can_be_in_place(G: int) -> bool:
-    """Whether the rows of a query and kv head are whole words, and fill a part of a register or several."""
-    return G in (2, 4) or G % 8 == 0
+def can_be_in_place(K: int, G: int) -> bool:
+    """Whether the rows of a query and kv head are whole words, and fill a part of a register or several.
+
+    Each such part is loaded and stored by itself, and more than `_PARTS` of a tile would be too much code.
+    """
+    return (G in (2, 4) or G % 8 == 0) and most_rows(K) * K // min(G, 8) <= _PARTS
 
 
 def begin_of(first: jax.Array, N: int, bq: int) -> jax.Array:

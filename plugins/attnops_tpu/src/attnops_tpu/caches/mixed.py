@@ -32,10 +32,12 @@ _SHARE: Final = 3
 _BUFFERS: Final = 16
 
 
-# Bundles of a kernel's code: of small items for each unit of `_work`; of large ones whatever their size, of a kv head,
-# and of 512 × 512 scores with D = 128. Fitted to kernels on v6e, see NOTES.md; it is rather too much than too little.
-_SMALL_CODE: Final = 4_800
+# Bundles of a kernel's code: of small items whatever their kv heads, and of each up to 8; of large ones whatever their
+# size, of a kv head, and of 512 × 512 scores with D = 128; and, if these read queries in place, of their masks and of
+# a row of a kv head. Fitted to kernels on v6e, see NOTES.md; it is rather too much than too little.
+_SMALL_CODE: Final = 2_000, 350
 _LARGE_CODE: Final = 4_500, 180, 450
+_IN_PLACE_CODE: Final = 400, 0.35
 
 
 class MixedPlan(NamedTuple):
@@ -102,12 +104,17 @@ def code_of(plan: CachePlan) -> float:
     """An estimate of the bundles of code of items, which are straight-line but for loops over tiles."""
     work = 2 if plan.scoring.has_cap_or_bias or plan.dtype != jnp.bfloat16 else 1
     if not plan.transposed:
-        return _SMALL_CODE * work
+        fixed, of_head = _SMALL_CODE
+        return work * (fixed + of_head * min(plan.K, 8))
     keys = (plan.chunk if plan.is_looped else plan.bk) + plan.masked_chunk  # of a tile without a mask, and of one with
     scores = work * plan.H * plan.bq * keys / 512**2
     wide = 0.45 + 0.55 * (plan.D + plan.Dv) / 256  # only products have more code for more features
     fixed, of_head, of_scores = _LARGE_CODE
-    return fixed + of_head * plan.K + of_scores * scores * wide
+    code = fixed + of_head * plan.K + of_scores * scores * wide
+    if plan.N:
+        of_masks, of_row = _IN_PLACE_CODE
+        code += work * of_masks + of_row * plan.K * plan.R
+    return code
 
 
 @one_by_one

@@ -65,7 +65,9 @@ def written(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapp
     B, stop, of_blocks = new.first.shape[0], new.first + new.size, (new.blocks + base).reshape(-1).astype(jnp.int32)
     tokens = []
     if plan.T <= MAX_BY_TOKEN:
-        begin = jnp.arange(B, dtype=jnp.int32) * plan.T if new.starts is None else new.starts
+        begin = jnp.arange(B, dtype=jnp.int32) * plan.T
+        if new.starts is not None:  # of rows without tokens they may be any
+            begin = jnp.clip(new.starts, 0, new.tokens["key"].shape[2])
         tokens = [_one_by_one(plan, new.tokens[name], i >= plan.token_arrays) for i, name in enumerate(blocks)]
         return Written(new.first, stop, of_blocks, jnp.pad(begin, (0, plan.items - B)), tuple(tokens))
     for i, (name, array) in enumerate(blocks.items()):

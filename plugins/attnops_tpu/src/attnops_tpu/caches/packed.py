@@ -125,13 +125,13 @@ def new_of_tiles(
         token = jnp.minimum(starts[batch.row][:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1)
         tokens = {name: x[0][:, token].swapaxes(0, 1) for name, x in tokens.items()}
     elif cache.batch * bq < N:
-        # The first of each row. Of tokens as they were given: as they are stored, tokens are not the first axis, and XLA
-        # would copy all to another layout.
+        # The first of each row. Of tokens as they were given: as they are stored, tokens are not the first axis, and
+        # XLA would copy all to another layout.
         assert new.given is not None
         token = jnp.minimum(starts[:, None] + jnp.arange(bq, dtype=jnp.int32), N - 1).reshape(-1)
         starts = jnp.arange(cache.batch, dtype=jnp.int32) * bq
-        key, value = (None if x is None else x[:, token] for x in (new.given.key, new.given.value))
-        tokens = cache.store.encoded(key, value)
+        key, value = new.given.key, new.given.value
+        tokens = cache.store.encoded(key[:, token], None if value is None else value[:, token])
     # The blocks that a tile's tokens may lie in, among those that any row's might.
     most = (bq - 1) // cache.page_size + 1 + (bq > 1) if isinstance(cache, PagedCache) else 1
     blocks, begin = new.blocks[batch.row, :most], None if bq > MAX_BY_TOKEN else starts[batch.row]

@@ -130,6 +130,11 @@ def unit_of(page_size: int, slots: int) -> int:
     return page_size or math.gcd(_UNIT, slots)
 
 
+def most_rows(K: int) -> int:
+    """The most rows of a tile of transposed scores of each of K kv heads."""
+    return min(_TRANSPOSED_ROWS, _TRANSPOSED_HEAD_ROWS // K)
+
+
 class Heads(NamedTuple):
     """What tiles of queries depend on besides the number of queries."""
 
@@ -158,7 +163,7 @@ class Heads(NamedTuple):
 
     def most_transposed(self, chip: Generation) -> int:
         """The most queries of a tile of transposed scores; 0 if there is none."""
-        rows = min(_TRANSPOSED_ROWS, min(_TRANSPOSED_HEAD_ROWS, chip.vmem // _BYTES_A_ROW) // self.K)
+        rows = min(most_rows(self.K), chip.vmem // _BYTES_A_ROW // self.K)
         return 0 if not self.transposable else rows // (self.G * self.step) * self.step
 
 

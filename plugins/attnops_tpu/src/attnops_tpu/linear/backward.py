@@ -293,13 +293,16 @@ def _gates(
     )  # fmt: skip
     left, right = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
     earlier = ((left < right) & ((left < CHUNK) == (right < CHUNK))).astype(jnp.bfloat16)
+    # Those of all pairs are one product, whose right operand the matrix unit loads once.
+    products = [[x * y for x, y in zip(*both, strict=True)] for both in zip(scores, found.scores, strict=True)]
+    befores = product(parts(jnp.concatenate([sum(x[1:], x[0]) for x in products]), rough), [earlier], rough)
+    both = [jnp.concatenate([x[i] for i in pair], axis=1) for x in (of_kept, of_end) for pair in pairs(plan)]
+    ones = jnp.concatenate([_ones(plan.Dv)]) if plan.D == plan.Dv else None
+    assert ones is not None
+    along = product(parts(jnp.concatenate(both), rough), [ones], rough)
     for i, (first, second) in enumerate(pairs(plan)):
-        products = [x * y for x, y in zip(scores[i], found.scores[i], strict=True)]
-        before = product(parts(sum(products[1:], products[0]), rough), [earlier], rough)
-        kept, end = (
-            product(parts(jnp.concatenate([x[first], x[second]], axis=1), rough), [_ones(x[first].shape[1])], rough)
-            for x in (of_kept, of_end)
-        )
+        before = befores[part(i, CHUNK)]
+        kept, end = along[part(i, CHUNK)], along[part(i + len(products), CHUNK)]
         beta: Any = 1.0
         if plan.beta:
             beta = jnp.where(

@@ -41,7 +41,7 @@ from jax.experimental import pallas as pl
 from attnops import OperationMetadata
 from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_linear import LinearOutput
-from attnops_tpu.linear.chunk import Chunk, Kept, chunk, half, is_before, pairs, part, stacked
+from attnops_tpu.linear.chunk import Chunk, Kept, Parts, Past, chunk, half, is_before, pairs, part, stacked
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
 from attnops_tpu.linear.prepare import (
@@ -180,6 +180,7 @@ class _Solved(NamedTuple):
     """Of each head, float32: the gradient of the values, [C, Dv]; and by pair, products [C, 128] with Yᵀ, times e."""
 
     d_values: list[jax.Array]
+    ends: list[jax.Array]  # [C, Dv], to_end K dS'
     of_outputs: list[jax.Array]  # s dO Yᵀ ∘ e
     of_values: list[jax.Array]  # −Z Yᵀ ∘ e, strictly lower; with the delta rule only
 
@@ -195,10 +196,17 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     count, rough = plan.passes, plan.passes if refs.key.dtype == jnp.float32 else 1
     heads = range(plan.heads)
     states, d_states = ([ref[i] for i in heads] for ref in (refs.states.at[0, 0], refs.d_state.at[0]))
-    found = chunk(plan, refs, states, rough, refs.inverses[0, 0, 0] if plan.beta else None)
+
+    def look_up(i: int, _: Parts, key: Parts) -> Past:
+        # The keys of a head are multiplied by both states at once.
+        both = jnp.concatenate([states[i], d_states[i]] if plan.beta else [d_states[i]], axis=1)
+        seen = product(key, parts(both, count), count)
+        return Past(None, seen[:, : plan.Dv] if plan.beta else None, seen[:, -plan.Dv :])
+
+    found = chunk(plan, refs, look_up, refs.inverses[0, 0, 0] if plan.beta else None)
     gates = found.gates
     d_outputs = [parts(refs.d_outputs[0, :, part(i, plan.Dv)], count) for i in heads]
-    solved = _solved(plan, rough, found, d_outputs, d_states)
+    solved = _solved(plan, rough, found, d_outputs)
     d_values = solved.d_values
     scores = [
         [x * gates.row("beta", i) if plan.beta else x for x in both]
@@ -207,9 +215,16 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     d_scores = [[parts(x, rough) for x in both] for both in scores]
 
     # Products with the states.
-    rows = [stacked([d_outputs[i][:rough], parts(d_values[i], rough)]) if plan.beta else d_outputs[i] for i in heads]
-    of_states = [product(rows[i], parts(states[i], rough), rough, BY_ROWS) for i in heads]
-    of_d_states = [product(parts(found.solved[i], rough), parts(d_states[i], rough), rough, BY_ROWS) for i in heads]
+    of_states = [product(d_outputs[i][:rough], parts(states[i], rough), rough, BY_ROWS) for i in heads]
+    # Decays multiply the left operands, so that one product adds up what both states have of a key's gradient.
+    rows = [[x * gates.of_head("to_end", i, plan.Dv)] for i, x in enumerate(found.updates)]
+    if plan.beta:
+        rows = [[*x, -gates.of_head("kept", i, plan.Dv) * d_values[i]] for i, x in enumerate(rows)]
+    columns = [[d_states[i], states[i]] if plan.beta else [d_states[i]] for i in heads]
+    of_both = [
+        product(parts(jnp.concatenate(x, axis=1), rough), parts(jnp.concatenate(y, axis=1), rough), rough, BY_ROWS)
+        for x, y in zip(rows, columns, strict=True)
+    ]
     # Products with the scores' gradients.
     of_keys = [product(stacked([half(x, i) for x in d_scores[i // 2]]), found.keys[i][:rough], rough) for i in heads]
     of_queries = [
@@ -225,15 +240,15 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     for i in heads:
         key = i * plan.keys // plan.heads
         kept = gates.of_head("kept", i, plan.D)
-        end = of_d_states[i] * gates.of_head("to_end", i, plan.D)
-        of_end.append(end * _whole(found.keys[i]))
-        d_query = plan.scale * kept * of_states[i][:CHUNK] + of_keys[i][:CHUNK]
-        d_key = (end * gates.of_head("beta", i, plan.D) if plan.beta else end) + of_queries[i]
-        of_kept.append(plan.scale * _whole(d_outputs[i]) * found.past[i].of_query)
+        of_end.append(solved.ends[i] * found.solved[i])
+        looked = plan.scale * kept * of_states[i]
+        d_query = looked + of_keys[i][:CHUNK]
+        d_key = of_both[i] + of_queries[i]
+        of_kept.append(looked * _whole(found.queries[i]))
         if plan.beta:
-            d_key = d_key + of_keys[i][CHUNK:] - kept * of_states[i][CHUNK:]
-            of_kept[i] = of_kept[i] - d_values[i] * found.past[i].of_key
-        of_kept[i] = of_kept[i] * gates.of_head("kept", i, plan.Dv)
+            d_key = d_key + of_keys[i][CHUNK:]
+            of_key = d_values[i] * found.past[i].of_key * gates.of_head("kept", i, plan.Dv)
+            of_kept[i] = of_kept[i] - of_key
         d_queries[key] = d_query if d_queries[key] is None else d_queries[key] + d_query
         d_keys[key] = d_key if d_keys[key] is None else d_keys[key] + d_key
         refs.d_value[0, :, part(i, plan.Dv)] = d_values[i].astype(refs.d_value.dtype)
@@ -252,15 +267,15 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
 
 
 def _solved(
-    plan: LinearPlan, rough: int, found: Chunk, d_outputs: list[list[jax.Array]], d_states: list[jax.Array]
+    plan: LinearPlan, rough: int, found: Chunk, d_outputs: list[list[jax.Array]]
 ) -> _Solved:
     count, heads, gates = plan.passes, range(plan.heads), found.gates
     decays = [plan.scale * decay for decay in found.decays]
     weights = [parts(x[0] * decay, count) for x, decay in zip(found.scores, decays, strict=True)]
-    d_updates = [product(found.keys[i], parts(d_states[i], count), count) for i in heads]
+    # What the state after the chunk has of them.
+    ends = [found.past[i].of_gradient * gates.of_head("to_end", i, plan.Dv) for i in heads]
     d_updates = [
-        x * gates.of_head("to_end", i, plan.Dv) + product(half(weights[i // 2], i), d_outputs[i], count, BY_COLUMNS)
-        for i, x in enumerate(d_updates)
+        x + product(half(weights[i // 2], i), d_outputs[i], count, BY_COLUMNS) for i, x in enumerate(ends)
     ]
     d_values = d_updates
     if plan.beta:
@@ -277,7 +292,7 @@ def _solved(
         of_outputs.append(each[0] * decays[i])
         if plan.beta:
             of_values.append(jnp.where(is_before(), -each[1] * found.decays[i], 0.0))
-    return _Solved(d_values, of_outputs, of_values)
+    return _Solved(d_values, ends, of_outputs, of_values)
 
 
 def _gates(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.plan import LANES, LinearPlan
 from attnops_tpu.linear.prepare import CHUNK, OF_HEAD, OF_PAIR, ROWS
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
+
+Parts: TypeAlias = list[jax.Array]
 
 
 class Gates:
@@ -53,12 +56,14 @@ class Past(NamedTuple):
     """What the state before a chunk has for its tokens, [C, Dv] float32.
 
     Attributes:
-        of_query: the state's values for queries, q S.
+        of_query: the state's values for queries, q S; forward only.
         of_key: those for keys; with the delta rule only.
+        of_gradient: those of the gradient of the state after the chunk for keys; backward only.
     """
 
-    of_query: jax.Array
+    of_query: Any
     of_key: Any
+    of_gradient: Any = None
 
 
 class Kept(NamedTuple):
@@ -102,7 +107,7 @@ class Chunk(NamedTuple):
     updates: list[jax.Array]
 
 
-def chunk(plan: LinearPlan, refs: Any, states: list[jax.Array], rough: int, kept: Any = None) -> Chunk:
+def chunk(plan: LinearPlan, refs: Any, look_up: Callable[[int, Parts, Parts], Past], kept: Any = None) -> Chunk:
     """A chunk of some heads.
 
     The matrix unit keeps the order of the program. So each phase has all heads before the next one begins: a phase
@@ -111,8 +116,7 @@ def chunk(plan: LinearPlan, refs: Any, states: list[jax.Array], rough: int, kept
     Args:
         plan: what is static.
         refs: ``query``, ``key``, ``value``, ``rows``, ``columns`` and ``copies`` of a kernel's references.
-        states: of each head, [D, Dv] float32, before the chunk.
-        rough: the ``count`` of products for the outputs.
+        look_up: a function of a head and the parts of its queries and keys.
         kept: the inverses of the chunk's systems, see `Kept`, where they are known.
     """
     count, heads = plan.passes, range(plan.heads)
@@ -122,7 +126,7 @@ def chunk(plan: LinearPlan, refs: Any, states: list[jax.Array], rough: int, kept
         for x in (refs.key, refs.query)
     )
     scores = [_scores(plan, [queries[i] for i in pair], [keys[i] for i in pair]) for pair in pairs(plan)]
-    past = [_past(plan, rough, queries[i], keys[i], states[i]) for i in heads]
+    past = [look_up(i, queries[i], keys[i]) for i in heads]
     decays = [_decays(gates, i) for i in range(len(scores))]
     solved = updates = [refs.value[0, :, part(i, plan.Dv)] for i in heads]
     inverted = solutions = None
@@ -159,7 +163,8 @@ def _scores(plan: LinearPlan, queries: list[list[jax.Array]], keys: list[list[ja
     return [jnp.where(is_first, cut[i], cut[i + 1]) for i in range(0, len(cut), 2)]
 
 
-def _past(plan: LinearPlan, rough: int, query: list[jax.Array], key: list[jax.Array], state: jax.Array) -> Past:
+def past(plan: LinearPlan, rough: int, state: jax.Array, query: Parts, key: Parts) -> Past:
+    """What a state [D, Dv] has for queries, to ``rough``, and for keys."""
     states = parts(state, plan.passes)
     if not plan.beta:
         return Past(product(query, states, rough), None)

@@ -14,7 +14,7 @@ from attnops import OperationMetadata
 from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_linear import LinearOutput
 from attnops_linear.chunks import FEW
-from attnops_tpu.linear.chunk import Kept, chunk, half, part
+from attnops_tpu.linear.chunk import Kept, chunk, half, part, past
 from attnops_tpu.linear.decode import decode
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.plan import plan as make_plan
@@ -121,7 +121,7 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     # Outputs of bfloat16 arrays are rounded to it, and need no other parts.
     count, rough = plan.passes, plan.passes if refs.key.dtype == jnp.float32 else 1
     heads = range(plan.heads)
-    found = chunk(plan, refs, [refs.state[0, i] for i in heads], rough)
+    found = chunk(plan, refs, lambda i, query, key: past(plan, rough, refs.state[0, i], query, key))
     gates = found.gates
     if refs.inverses is not None:
         for i, x in enumerate(found.inverses):

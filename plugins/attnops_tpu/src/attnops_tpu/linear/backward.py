@@ -240,15 +240,15 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     for i in heads:
         key = i * plan.keys // plan.heads
         kept = gates.of_head("kept", i, plan.D)
-        of_end.append(solved.ends[i] * found.solved[i])
+        of_end.append(_along(solved.ends[i] * found.solved[i]))
         looked = plan.scale * kept * of_states[i]
         d_query = looked + of_keys[i][:CHUNK]
         d_key = of_both[i] + of_queries[i]
-        of_kept.append(looked * _whole(found.queries[i]))
+        of_key = None
         if plan.beta:
             d_key = d_key + of_keys[i][CHUNK:]
             of_key = d_values[i] * found.past[i].of_key * gates.of_head("kept", i, plan.Dv)
-            of_kept[i] = of_kept[i] - of_key
+        of_kept.append(_along(looked * _whole(found.queries[i]), of_key))
         d_queries[key] = d_query if d_queries[key] is None else d_queries[key] + d_query
         d_keys[key] = d_key if d_keys[key] is None else d_keys[key] + d_key
         refs.d_value[0, :, part(i, plan.Dv)] = d_values[i].astype(refs.d_value.dtype)
@@ -302,22 +302,15 @@ def _gates(
     """Write the gradients of decays and betas."""
     row, lane = (lax.broadcasted_iota(jnp.int32, (CHUNK, LANES), axis) for axis in (0, 1))
     place = lane & (CHUNK - 1)
-    sums = product(
-        parts(jnp.concatenate([x.sum(axis=0, keepdims=True) for x in of_whole], axis=0), 3),
-        [jnp.ones((plan.Dv, LANES), jnp.bfloat16)], 3,
-    )  # fmt: skip
+    sums = _along(jnp.concatenate([x.sum(axis=0, keepdims=True) for x in of_whole], axis=0))
     left, right = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (0, 1))
     earlier = ((left < right) & ((left < CHUNK) == (right < CHUNK))).astype(jnp.bfloat16)
     # Those of all pairs are one product, whose right operand the matrix unit loads once.
     products = [[x * y for x, y in zip(*both, strict=True)] for both in zip(scores, found.scores, strict=True)]
     befores = product(parts(jnp.concatenate([sum(x[1:], x[0]) for x in products]), rough), [earlier], rough)
-    both = [jnp.concatenate([x[i] for i in pair], axis=1) for x in (of_kept, of_end) for pair in pairs(plan)]
-    ones = jnp.concatenate([_ones(plan.Dv)]) if plan.D == plan.Dv else None
-    assert ones is not None
-    along = product(parts(jnp.concatenate(both), rough), [ones], rough)
     for i, (first, second) in enumerate(pairs(plan)):
         before = befores[part(i, CHUNK)]
-        kept, end = along[part(i, CHUNK)], along[part(i + len(products), CHUNK)]
+        kept, end = (jnp.where(lane < CHUNK, x[first], x[second]) for x in (of_kept, of_end))
         beta: Any = 1.0
         if plan.beta:
             beta = jnp.where(
@@ -333,10 +326,14 @@ def _gates(
             refs.d_rows[0, 0, 0, 1:2, part(i, LANES)] = d_beta
 
 
-def _ones(width: int) -> jax.Array:
-    """[2 · width, 128]: sums of the first ``width`` lanes in the first half of the lanes, of others in the second."""
-    row, lane = (lax.broadcasted_iota(jnp.int32, (2 * width, LANES), axis) for axis in (0, 1))
-    return ((row < width) == (lane < CHUNK)).astype(jnp.bfloat16)
+def _along(added: jax.Array, subtracted: jax.Array | None = None) -> jax.Array:
+    """The sum over the lanes of one array, less that of another, [C, 1]."""
+
+    def folded(x: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.add, (x[:, part(i, LANES)] for i in range(x.shape[1] // LANES)))
+
+    total = folded(added)
+    return (total if subtracted is None else total - folded(subtracted)).sum(axis=1, keepdims=True)
 
 
 def _whole(x: list[jax.Array]) -> jax.Array:

@@ -1,5 +1,5 @@
-"""The bundles of whole linear-attention kernels for TPUs, counted without a TPU: gated delta rule, forward, decode
-and, of attnops-tpu alone, backward.
+"""The bundles of whole linear-attention kernels for TPUs, counted without a TPU: gated delta rule, forward and
+decode; `tpu_linear_backward.py` has the backward pass.
 
 attnops-tpu is compared with flywheel-tpu's ``fused_conv1d_gdn`` and tokamax's ``causal_conv1d_gated_delta_rule``::
 
@@ -51,7 +51,6 @@ class Job(NamedTuple):
     generation: str
     name: str
     decode: bool
-    backward: bool = False
 
 
 def total(job: Job, schedule: Schedule) -> float:
@@ -87,10 +86,6 @@ def program(job: Job) -> tuple[Callable[..., Any], list[Any], tuple[int, ...]]:
         precision: Any = "default" if "default" in job.name else None
         metadata = OperationMetadata(platform="tpu", precision=precision, on_unsupported="error", mode="prefill")
         linear = TPULinearAttention(metadata)
-        if job.backward:
-            arrays = [of(1, TOKENS, H, D, dtype=jnp.bfloat16)] * 3 + [of(1, TOKENS, H)] * 2 + [of(1, H, D, D)]
-            d = [arrays[0], arrays[-1]]
-            return gradients(metadata), [kept(metadata, job.generation, arrays), *d, *arrays], ()
 
         def own(state: Any, query: Any, key: Any, value: Any, decay: Any, beta: Any) -> Any:
             return linear(query, key, value, decay=decay, beta=beta, initial_state=state, return_state=True)
@@ -124,35 +119,9 @@ def program(job: Job) -> tuple[Callable[..., Any], list[Any], tuple[int, ...]]:
     return peer, shapes, (0, 1)
 
 
-def gradients(metadata: Any) -> Callable[..., Any]:
-    """The gradients of all arrays, from what the forward kernel keeps."""
-    from attnops_linear import LinearOutput
-    from attnops_tpu.linear.backward import backward
-
-    def run(kept: Any, d: Any, d_last: Any, q: Any, k: Any, v: Any, decay: Any, beta: Any, first: Any) -> Any:
-        d = LinearOutput(d, d_last)
-        return backward(metadata, kept, d, q, k, v, decay=decay, beta=beta, initial_state=first)
-
-    return run
-
-
-def kept(metadata: Any, generation: str, arrays: list[Any]) -> Any:
-    """The shapes of what the forward kernel keeps."""
-    import jax
-
-    from attnops_tpu.generations import target
-    from attnops_tpu.linear.forward import forward_with_states
-
-    def run(q: Any, k: Any, v: Any, decay: Any, beta: Any, first: Any) -> Any:
-        return forward_with_states(metadata, q, k, v, decay=decay, beta=beta, initial_state=first)[1]
-
-    with target(generation):
-        return jax.eval_shape(run, *arrays)
-
-
 def count(job: Job) -> dict[str, Any]:
     """The bundles of a job, and of its code."""
-    own = "linear_attention" + "_decode" * job.decode + "_backward" * job.backward
+    own = "linear_attention" + "_decode" * job.decode
     kernel = own if job.name.startswith("attnops") else "batched" if job.decode else "per_seq"
     schedule, _ = measure([str(Path(__file__).resolve()), "child", json.dumps(job)], kernel)
     return {"bundles": total(job, schedule), "code": schedule.bundles}
@@ -161,15 +130,13 @@ def count(job: Job) -> dict[str, Any]:
 def main(generation: Annotated[list[str] | None, typer.Option(help="v6e, tpu7x, …")] = None) -> None:
     """Print a table."""
     shown = Table(title="Thousands of bundles; in brackets attnops-tpu with precision=default relative to it")
-    for column in ("TPU", "kernel", "4,096 tokens", "code", "8 rows of a token", "code", "backward", "code"):
+    for column in ("TPU", "kernel", "4,096 tokens", "code", "8 rows of a token", "code"):
         shown.add_column(column, no_wrap=True)
     for chip in generation or ["v6e", "tpu7x"]:
         found = {name: [count(Job(chip, name, decode)) for decode in (False, True)] for name in NAMES}
-        for name in NAMES[:2]:
-            found[name].append(count(Job(chip, name, False, True)))
         for name, passes in found.items():
             texts = []
-            for best, each in zip(found[NAMES[1]], passes, strict=False):
+            for best, each in zip(found[NAMES[1]], passes, strict=True):
                 ratio = "" if name.startswith("attnops") else f" ({best['bundles'] / each['bundles']:.2f})"
                 texts += [f"{each['bundles'] / 1e3:.1f}{ratio}", f"{each['code'] / 1e3:.1f}"]
             shown.add_row(chip, name, *texts)

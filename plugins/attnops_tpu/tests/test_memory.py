@@ -11,7 +11,7 @@ from attnops.masks import Causal
 from attnops_tpu.aot import devices
 from attnops_tpu.collectives import scheduled
 from attnops_tpu.generations import target
-from attnops_tpu.memory import KernelMemory, kernels, outside_bytes
+from attnops_tpu.memory import KernelMemory, kernel_bytes, kernels, outside_bytes
 
 MiB = 1 << 20
 
@@ -43,6 +43,7 @@ def test_only_arrays_in_main_memory_are_moved() -> None:
     copy, half, fusion, loop = 4 * 128 * 2, 2 * 128 * 2, 4 * 128 * (2 + 4), 5 * 8 * 4
     assert outside_bytes(PROGRAM) == copy + half + fusion + loop
     assert kernels(PROGRAM) == [KernelMemory("k", limit=900, used=70)]
+    assert kernel_bytes(PROGRAM) == {"k.2": 2 * (4 * 128 * 4)}
     with pytest.raises(ValueError, match="no ENTRY"):
         outside_bytes("nothing")
 

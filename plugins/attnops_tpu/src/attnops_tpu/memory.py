@@ -79,6 +79,28 @@ def outside_bytes(program: str) -> int:
     return _moved(bodies, _entry(program))
 
 
+def kernel_bytes(program: str) -> dict[str, int]:
+    """The bytes of each kernel's operands and results in main memory, without padding, by the instruction's name.
+
+    A kernel that reads and writes each of its blocks once moves these. Loops count once.
+
+    Args:
+        program: the text of the compiled program, from `attnops_tpu.collectives.scheduled`.
+    """
+    found: dict[str, int] = {}
+    for lines in computations(program).values():
+        arrays: dict[str, list[_Array]] = {}
+        for line in lines:
+            instruction = _INSTRUCTION.match(line)
+            if instruction:
+                name, shapes, _, operands = instruction.groups()
+                arrays[name] = [_array(*matched) for matched in _ARRAY.findall(shapes)]
+                if KERNEL in line:
+                    given = [x for operand in re.findall(r"%([\w.\-]+)", operands) for x in arrays.get(operand, ())]
+                    found[name] = sum(x.bytes for x in (*given, *arrays[name]) if x.in_hbm)
+    return found
+
+
 def _entry(program: str) -> str:
     match = re.search(r"^ENTRY %?([\w.\-]+) ", program, re.MULTILINE)
     if not match:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from attnops import OperationMetadata
+from attnops.masks import Segments
 from attnops_linear import LinearOutput
 from attnops_tpu.aot import TOPOLOGIES, compile_for
 from attnops_tpu.linear.operation import TPULinearAttention
@@ -69,10 +72,31 @@ def test_gradients_compile(generation: str, T: int, D: int, dtype: str, beta: bo
 
     compiled = compile_for(jax.grad(loss, argnums=(0, 1, 2, 3)), (state, q, v, gate), generation)
     assert "linear_attention_backward" in compiled.as_text()
-    # The states before chunks, and some ten arrays of tokens.
-    width = max(D, 128)
-    states, tokens = 4 * B * -(-T // 64) * H * width**2, 4 * B * (T + 64) * H * width
-    assert compiled.memory_analysis().temp_size_in_bytes <= states + 10 * tokens + 2**23
+    # The states before chunks, the inverses of their systems, and some ten arrays of tokens.
+    width, chunks = max(D, 128), B * -(-T // 64) * H
+    kept, tokens = 4 * chunks * (width**2 + 64**2 * beta), 4 * B * (T + 64) * H * width
+    assert compiled.memory_analysis().temp_size_in_bytes <= kept + 10 * tokens + 2**23
+
+
+@pytest.mark.parametrize("generation", TOPOLOGIES)
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.tier(every=5)
+def test_documents_compile(generation: str, gradients: bool) -> None:
+    B, T, H, D = 2, 512, 8, 128
+    operation = TPULinearAttention(OperationMetadata(platform="tpu", on_unsupported="error"))
+    x, gate = jax.ShapeDtypeStruct((B, T, H, D), jnp.bfloat16), jax.ShapeDtypeStruct((B, T, H), jnp.float32)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, gate: jax.Array, segment: jax.Array) -> jax.Array:
+        mask = Segments(segment)
+        output = operation(q, k, v, decay=gate, beta=gate, mask=mask, mode="train").attention_outputs
+        return output.astype(jnp.float32).sum()
+
+    arguments = x, x, x, gate, jax.ShapeDtypeStruct((B, T), jnp.int32)
+    function = jax.value_and_grad(loss, argnums=(0, 1, 2, 3)) if gradients else loss
+    program = compile_for(function, arguments, generation).as_text()
+    names = re.findall(r"%(linear_attention(?:_backward)?)[.\d]* = .*tpu_custom_call", program)
+    # Without gradients once more where outputs are not finite, see `attnops_linear.nonfinite`.
+    assert sorted(names) == ["linear_attention", "linear_attention_backward" if gradients else "linear_attention"]
 
 
 def test_products_of_bfloat16_parts_have_their_precision_whatever_is_in_force() -> None:

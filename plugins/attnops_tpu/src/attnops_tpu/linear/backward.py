@@ -57,6 +57,7 @@ from attnops_tpu.linear.prepare import (
 from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
 from attnops_tpu.references import Input, Output, call_kernel
 
+
 class Refs(NamedTuple):
     """The references of the kernel, for the chunks from the last one on; names as in `attnops_tpu.linear.forward`."""
 
@@ -266,17 +267,13 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
         refs.d_state[0, i] = whole * d_states[i] + product(stacked(left), stacked(right), count, BY_COLUMNS)
 
 
-def _solved(
-    plan: LinearPlan, rough: int, found: Chunk, d_outputs: list[list[jax.Array]]
-) -> _Solved:
+def _solved(plan: LinearPlan, rough: int, found: Chunk, d_outputs: list[list[jax.Array]]) -> _Solved:
     count, heads, gates = plan.passes, range(plan.heads), found.gates
     decays = [plan.scale * decay for decay in found.decays]
     weights = [parts(x[0] * decay, count) for x, decay in zip(found.scores, decays, strict=True)]
     # What the state after the chunk has of them.
     ends = [found.past[i].of_gradient * gates.of_head("to_end", i, plan.Dv) for i in heads]
-    d_updates = [
-        x + product(half(weights[i // 2], i), d_outputs[i], count, BY_COLUMNS) for i, x in enumerate(ends)
-    ]
+    d_updates = [x + product(half(weights[i // 2], i), d_outputs[i], count, BY_COLUMNS) for i, x in enumerate(ends)]
     d_values = d_updates
     if plan.beta:
         right = [parts(x * gates.of_head("beta", i, plan.Dv), count) for i, x in enumerate(d_updates)]

@@ -21,7 +21,8 @@ class TPULinearAttention(LinearAttention):
     Serves TPUs; on other platforms, and for requests that it refuses, the native forward runs. ``metadata.interpret``
     runs the kernels in Pallas's interpreter on the host. Of more than 4 tokens, reverse mode of first order is a kernel
     too, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head and row, with D and Dv padded to
-    multiples of 128. All other derivatives are those of the native forward.
+    multiples of 128, and with beta the inverses of the chunks' systems, [T / 64, 64, 64], bfloat16 with
+    ``precision="default"`` and else float32. All other derivatives are those of the native forward.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {"tpu": Limits(dtypes=frozenset({"float32", "bfloat16"}))}
@@ -56,6 +57,8 @@ class TPULinearAttention(LinearAttention):
                 yield f"derivatives are {native}"
             else:
                 yield "gradients by a kernel, from the states before the chunks: 4 · D · Dv bytes for 64 tokens, padded"
+                if request.beta:
+                    yield "and the inverses of the chunks' systems: 16 KB for 64 tokens, 8 KB with precision=default"
                 yield f"other derivatives are {native}"
 
     def forward_tpu(

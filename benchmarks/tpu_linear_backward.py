@@ -36,9 +36,9 @@ from attnops_tpu.schedule import Schedule, measure
 
 CHUNKS: Final = TOKENS // 64
 NAMES: Final = ("attnops-tpu", "attnops-tpu, precision=default", "tokamax")
-# Chunks of heads, of all H · CHUNKS, in a grid step of each of tokamax's kernels, by pass: the best of 8 and 16 forward,
-# of 1, 2, 4, 8 and 16 for the backward kernel with a state, and of 8, 16, 32, 64 and 128 for those without. tokamax
-# itself takes 16 and 32. The first one does not fit tpu7x's vector memory with 128.
+# Chunks of heads, of all H · CHUNKS, in a grid step of each of tokamax's kernels, by pass: the best of 8 and 16
+# forward, of 1, 2, 4, 8 and 16 for the backward kernel with a state, and of 8, 16, 32, 64 and 128 for those without.
+# tokamax itself takes 16 and 32. The first one does not fit tpu7x's vector memory with 128.
 TILES: Final = {
     False: {"pallas_kda_fwd_intra_fused": 16, "chunk_kda_fwd_h_o_varlen": 16},
     True: {

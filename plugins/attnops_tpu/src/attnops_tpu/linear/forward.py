@@ -81,7 +81,7 @@ def _call(plan: LinearPlan, given: Arrays) -> tuple[jax.Array, ...]:
     def of_keys(b: Any, h: Any, n: Any) -> tuple[Any, ...]:
         return b, n, lax.div(h, jnp.int32(same))
 
-    def of_chunk(x: jax.Array) -> pl.BlockSpec:
+    def of_chunk(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec((1, 1, 1, *x.shape[3:]), lambda b, h, n: (b, h, n, 0, 0))
 
     initial = Input(given.state, pl.BlockSpec((1, heads, plan.D, plan.Dv), lambda b, h, n: (b, h, 0, 0)))

@@ -220,12 +220,12 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     nothing = jnp.zeros((CHUNK, plan.Dv), jnp.bfloat16)
     of_states = []
     for i in heads:
-        row = found.updates[i] * gates.of_head("to_end", i, plan.Dv)
-        past = -gates.of_head("kept", i, plan.Dv) * d_values[i] if plan.beta else jnp.zeros_like(row)
-        of_key = parts(jnp.concatenate([row, past], axis=1), rough)
-        of_query = [jnp.concatenate([nothing, x], axis=1) for x in d_outputs[i][:rough]]
+        after = found.updates[i] * gates.of_head("to_end", i, plan.Dv)
+        before = -gates.of_head("kept", i, plan.Dv) * d_values[i] if plan.beta else jnp.zeros_like(after)
+        for_key = parts(jnp.concatenate([after, before], axis=1), rough)
+        for_query = [jnp.concatenate([nothing, x], axis=1) for x in d_outputs[i][:rough]]
         both = parts(jnp.concatenate([d_states[i], states[i]], axis=1), rough)
-        of_states.append(product(stacked([of_key, of_query]), both, rough, BY_ROWS))
+        of_states.append(product(stacked([for_key, for_query]), both, rough, BY_ROWS))
     # Products with the scores' gradients.
     of_keys = [product(stacked([half(x, i) for x in d_scores[i // 2]]), found.keys[i][:rough], rough) for i in heads]
     of_queries = [

@@ -215,17 +215,17 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     ]
     d_scores = [[parts(x, rough) for x in both] for both in scores]
 
-    # Products with the states.
-    of_states = [product(d_outputs[i][:rough], parts(states[i], rough), rough, BY_ROWS) for i in heads]
-    # Decays multiply the left operands, so that one product adds up what both states have of a key's gradient.
-    rows = [[x * gates.of_head("to_end", i, plan.Dv)] for i, x in enumerate(found.updates)]
-    if plan.beta:
-        rows = [[*x, -gates.of_head("kept", i, plan.Dv) * d_values[i]] for i, x in enumerate(rows)]
-    columns = [[d_states[i], states[i]] if plan.beta else [d_states[i]] for i in heads]
-    of_both = [
-        product(parts(jnp.concatenate(x, axis=1), rough), parts(jnp.concatenate(y, axis=1), rough), rough, BY_ROWS)
-        for x, y in zip(rows, columns, strict=True)
-    ]
+    # Products with the states: [to_end U | −kept Z] and [0 | dO] times both transposed. Decays multiply the left
+    # operands, so that one product adds up what both states have of a key's gradient.
+    nothing = jnp.zeros((CHUNK, plan.Dv), jnp.bfloat16)
+    of_states = []
+    for i in heads:
+        after = found.updates[i] * gates.of_head("to_end", i, plan.Dv)
+        before = -gates.of_head("kept", i, plan.Dv) * d_values[i] if plan.beta else jnp.zeros_like(after)
+        for_key = parts(jnp.concatenate([after, before], axis=1), rough)
+        for_query = [jnp.concatenate([nothing, x], axis=1) for x in d_outputs[i][:rough]]
+        both = parts(jnp.concatenate([d_states[i], states[i]], axis=1), rough)
+        of_states.append(product(stacked([for_key, for_query]), both, rough, BY_ROWS))
     # Products with the scores' gradients.
     of_keys = [product(stacked([half(x, i) for x in d_scores[i // 2]]), found.keys[i][:rough], rough) for i in heads]
     of_queries = [
@@ -242,9 +242,9 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
         key = i * plan.keys // plan.heads
         kept = gates.of_head("kept", i, plan.D)
         of_end.append(_along(solved.ends[i] * found.solved[i]))
-        looked = plan.scale * kept * of_states[i]
+        looked = plan.scale * kept * of_states[i][CHUNK:]
         d_query = looked + of_keys[i][:CHUNK]
-        d_key = of_both[i] + of_queries[i]
+        d_key = of_states[i][:CHUNK] + of_queries[i]
         of_key = None
         if plan.beta:
             d_key = d_key + of_keys[i][CHUNK:]

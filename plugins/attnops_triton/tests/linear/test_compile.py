@@ -77,6 +77,8 @@ def test_gradients_compile_within_shared_memory(case: str, arch: str) -> None:
     for name, x in list(zip(names, launched, strict=True))[1:]:
         binary = compile_for(x, arch)
         assert binary.shared <= SHARED_MEMORY[arch], f"{name} with {x.tiles} needs {binary.shared} bytes"
+        # Assemblers may leave programs that need too many registers only 32.
+        assert binary.registers > 64 or not binary.spilled
         if case.startswith("a prompt") and arch in ("sm_90", "gfx942"):
             spills = binary.spilled if arch == "gfx942" else binary.count("LDL", "STL")
             assert spills <= (300 if name in ("scores", "gradients") else 0), (name, spills)

@@ -66,7 +66,7 @@ def _call(plan: LinearPlan, given: Named) -> Named:
     """The gradients by their names in `Arrays`; ``state`` is that of the first state."""
     plan, given = of_rows(plan, given)
     B, H, T, D, Dv = plan.B, plan.H, plan.length, plan.D, plan.Dv
-    N, columns = cdiv(T, plan.tiles.C), cdiv(Dv, plan.tiles.columns)
+    N, columns = cdiv(T, plan.tiles.C), cdiv(Dv, plan.reverse.columns)
     outputs = {
         "state": jax.ShapeDtypeStruct((B, H, D, Dv), jnp.float32),
         "d_value": jax.ShapeDtypeStruct((B, T, H, Dv), plan.stored),

@@ -136,8 +136,10 @@ class LinearPlan(LinearOptions):
     def reverse(self) -> LinearTiles:
         """How the kernel of the state's gradient is compiled."""
         # On gfx942 the float32 scores and inverses of two chunks exceed shared memory.
-        exceeds = self.parts > 1 and is_amd(self.arch) and SHARED_MEMORY[known(self.arch)] <= 64 << 10
-        return dataclasses.replace(self.tiles, stages=1) if exceeds else self.tiles
+        if self.parts > 1 and is_amd(self.arch) and SHARED_MEMORY[known(self.arch)] <= 64 << 10:
+            return dataclasses.replace(self.tiles, stages=1)
+        # Two warps have registers for no more.
+        return dataclasses.replace(self.tiles, columns=16) if known(self.arch) in TENSOR_MEMORY else self.tiles
 
     def options(self, tiles: LinearTiles) -> LinearOptions:
         """The options of the kernel that is compiled with ``tiles``."""
@@ -206,4 +208,6 @@ def choose(arch: str, dtype: str, D: int, Dv: int, states: int) -> tuple[LinearT
     most = 64 if not wide and (amd or known(arch) == "sm_90") else 32
     features, at_once = (min(most, max(16, 1 << (x - 1).bit_length())) for x in (D, Dv))
     gradients = LinearTiles(C, at_once, warps if wide else min(warps, 4), 1 if wide or amd else 2, features=features)
-    return LinearTiles(C, columns, warps, 1 if wide else 2), LinearTiles(C, 16, 1, 1), gradients
+    # Where a program needs more registers than there are, assemblers may leave it 32, unless it is told how many.
+    registers = 255 if D > 128 and not amd else 0
+    return LinearTiles(C, columns, warps, 1 if wide else 2, registers), LinearTiles(C, 16, 1, 1), gradients

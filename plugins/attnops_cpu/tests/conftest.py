@@ -20,9 +20,7 @@ def with_attnops_cpu() -> Iterator[None]:
     for operation in _CLASSES:
         OperationRegistry.register(operation)
     yield
-    OperationRegistry._registered[:] = [
-        p for p in OperationRegistry._registered if p.operation_class not in _CLASSES
-    ]
+    OperationRegistry._registered[:] = [p for p in OperationRegistry._registered if p.operation_class not in _CLASSES]
     if disabled is not None:
         os.environ["ATTNOPS_DISABLE"] = disabled
     OperationRegistry.refresh()

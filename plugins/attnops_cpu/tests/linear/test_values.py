@@ -1,4 +1,4 @@
-"""The suite of attnops-linear on the C++ kernel, and what only it has: chunks of 48 tokens, panels, tasks, its library."""
+"""The suite of attnops-linear on the C++ kernel, and what only it has: chunks of 48 tokens, panels, tasks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,11 @@ OTHERS = [name for name in library().available if name != library().isa]
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", OTHERS)
 def test_other_instruction_sets(isa: str) -> None:
-    code = "import sys, test_values as t; assert t.library().isa == sys.argv[1]; [t.right(t.MORE[x], x) for x in t.CORNERS]"
+    code = (
+        "import sys, test_values as t\n"
+        "assert t.library().isa == sys.argv[1]\n"
+        "for name in t.CORNERS: t.right(t.MORE[name], name)"
+    )
     env = os.environ | {"ATTNOPS_CPU_ISA": isa}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     done = subprocess.run([sys.executable, "-c", code, isa], env=env, capture_output=True, text=True, check=False)

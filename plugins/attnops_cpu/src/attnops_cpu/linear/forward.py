@@ -78,7 +78,7 @@ def forward(
 def _call(plan: LinearPlan, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """The outputs [B, T, Hv, Dv], in the arrays' dtype, and the last state, float32 [B, Hv, D, Dv]."""
     # One row of decays stays one: constant decays have it for all slices.
-    whole = {name: _of_batch(plan, x) for name, x in arrays._asdict().items() if name != "decay"}
+    whole: dict[str, Any] = {name: _of_batch(plan, x) for name, x in arrays._asdict().items() if name != "decay"}
     query, key, value, decay, beta, is_token, starts, initial = equally_varying(arrays._replace(**whole))
 
     def given(x: jax.Array | None, dtype: Any) -> jax.Array:

@@ -37,9 +37,6 @@ class TPULinearAttention(LinearAttention):
         """See `attnops.BaseOperation.unsupported`."""
         if not isinstance(request, LinearRequest):
             return
-        if request.decay == "channel" and request.length > FEW:
-            yield Reason("decay", "channel", f"the kernel for more than {FEW} tokens has decays by head, constant ones "
-                         "or none", "the native forward computes decays by channel")  # fmt: skip
         for name, size in (("head_dim", request.head_dim), ("value_head_dim", request.value_head_dim)):
             if size > LARGEST:
                 yield Reason(name, size, f"must be at most {LARGEST}", "the native forward takes any")
@@ -66,5 +63,7 @@ class TPULinearAttention(LinearAttention):
         from attnops_tpu.linear.backward import backward
         from attnops_tpu.linear.forward import forward, forward_with_states
 
-        reverse = Reverse(forward_with_states, backward) if query.shape[1] > FEW else None
+        decay = options.get("decay")
+        by_kernel = query.shape[1] > FEW and (decay is None or decay.ndim < 4)
+        reverse = Reverse(forward_with_states, backward) if by_kernel else None
         return self.with_derivatives(forward, reverse, query, key, value, **options)

@@ -88,7 +88,8 @@ def _arrays(
         x = jnp.pad(zeroed(beta, is_token).astype(jnp.float32), ((0, 0), (0, -T % CHUNK), (0, 0)))
         x = jnp.transpose(x.reshape(B, -1, CHUNK, H // plan.heads, plan.heads), (0, 3, 1, 4, 2))
         columns = jnp.concatenate(parts(x, _PARTS), axis=3)
-        rows = jnp.pad(x, (*[(0, 0)] * 3, (0, plan.heads % 2), (0, 0)))
+        # A pair that lacks its second head has the first twice.
+        rows = jnp.pad(x, (*[(0, 0)] * 3, (0, plan.heads % 2), (0, 0)), mode="edge")
         rows = rows.reshape(*x.shape[:3], -1, 2 * CHUNK)
     return Arrays(
         of_tokens(query, plan.D, is_token, dtype), of_tokens(key, plan.D, is_token, dtype),

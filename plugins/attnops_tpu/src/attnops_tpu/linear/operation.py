@@ -20,7 +20,7 @@ class TPULinearAttention(LinearAttention):
 
     Serves TPUs; on other platforms, and for requests that it refuses, the native forward runs. ``metadata.interpret``
     runs the kernels in Pallas's interpreter on the host. Of more than 4 tokens, reverse mode of first order is a kernel
-    too, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head and row, with D and Dv padded to
+    too unless decays are by channel, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head and row, with D and Dv padded to
     multiples of 128. All other derivatives are those of the native forward.
     """
 
@@ -49,7 +49,7 @@ class TPULinearAttention(LinearAttention):
                 "token by token, in float32" if few else "in chunks of 64 tokens, states in vector memory between them"
             )
             native = "those of the native forward, in plain JAX"
-            if few:
+            if few or request.decay == "channel":
                 yield f"derivatives are {native}"
             else:
                 yield "gradients by a kernel, from the states before the chunks: 4 · D · Dv bytes for 64 tokens, padded"

@@ -41,7 +41,9 @@ def same(function: Callable[[LinearAttention], Any]) -> None:
 
 
 @pytest.mark.parametrize(("T", "decay", "kernels"), [(5, "head", 1), (4, "head", 0), (5, "channel", 0)])
-def test_gradients_of_more_than_four_tokens_are_a_kernel_unless_decays_are_by_channel(T: int, decay: str, kernels: int) -> None:
+def test_gradients_of_more_than_four_tokens_are_a_kernel_unless_decays_are_by_channel(
+    T: int, decay: str, kernels: int
+) -> None:
     given = arrays(T, decay=decay)
     operation = TPULinearAttention(OperationMetadata(platform="tpu"))
     program = str(jax.make_jaxpr(jax.grad(lambda x: loss(operation, x)))(given))

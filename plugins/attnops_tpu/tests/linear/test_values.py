@@ -119,7 +119,9 @@ def test_what_the_kernel_refuses_runs_natively() -> None:
     served = request.replace(head_dim=256)
     assert not operation.reasons(served)
     assert not operation.reasons(served.replace(decay="channel"))
-    assert [*operation.details(served.replace(decay="channel"))][1] == "derivatives are those of the native forward, in plain JAX"
+    assert [*operation.details(served.replace(decay="channel"))][
+        1
+    ] == "derivatives are those of the native forward, in plain JAX"
     assert [*operation.details(served)][1].startswith("gradients by a kernel")
     few = [*operation.details(served.replace(length=4))]
     assert few[1] == "derivatives are those of the native forward, in plain JAX"

@@ -15,7 +15,7 @@ Two ways to choose r:
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,9 +101,9 @@ def mild(
         columns = [parts(x, plan.passes) for x in keys]
         for pair, of_pair in zip(pairs, scores, strict=True):
             left = stacked([[x[place] for x in each[i]] for each in split for i in pair])
-            product_ = product(left, stacked([columns[i] for i in pair]), plan.passes, BY_ROWS)
+            found_ = product(left, stacked([columns[i] for i in pair]), plan.passes, BY_ROWS)
             for n, blocks in enumerate(of_pair):
-                first, second = (product_[part(2 * n + i, _BLOCK)] for i in range(2))
+                first, second = (found_[part(2 * n + i, _BLOCK)] for i in range(2))
                 blocks.append(jnp.where(is_first, first, second))
     starts = [_starts(x) for x in kept]
     since = [[jnp.concatenate([x[part(n, _BLOCK)] * _row(y, n) for n in range(CHUNK // _BLOCK)], axis=0)
@@ -112,7 +112,7 @@ def mild(
         [[jnp.concatenate(x, axis=0) for x in each] for each in scores],
         since[0], since[1] if plan.beta else [],
         [x * _row(y, _HALVES - 1) for x, y in zip(keys, kept, strict=True)],
-        [_row(x, -1 + len(x)) * _row(y, _HALVES - 1) for x, y in zip(starts, kept, strict=True)],
+        [x[-1:] * _row(y, _HALVES - 1) for x, y in zip(starts, kept, strict=True)],
     )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def careful(plan: LinearPlan, decays: list[jax.Array], queries: list[jax.Array],
         left, right = ([parts(x, plan.passes) for x in each] for each in ([x for each in rows for x in each], keys))
         found = product(stacked(left), stacked(right), plan.passes, BY_ROWS)
         cut = [found[part(i, CHUNK)] for i in range(len(left))]
-        return [jnp.where(lane < CHUNK, *cut[i : i + 2]) for i in range(0, len(cut), 2)]
+        return [jnp.where(lane < CHUNK, cut[i], cut[i + 1]) for i in range(0, len(cut), 2)]
 
     scores = scored(rows, keys)
     for size in _LEVELS:

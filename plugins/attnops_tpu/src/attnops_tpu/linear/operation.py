@@ -19,9 +19,9 @@ class TPULinearAttention(LinearAttention):
     """Linear attention in Pallas: one kernel for all chunks, with the state in vector memory between them.
 
     Serves TPUs; on other platforms, and for requests that it refuses, the native forward runs. ``metadata.interpret``
-    runs the kernels in Pallas's interpreter on the host. Of more than 4 tokens, reverse mode of first order is a kernel
-    too unless decays are by channel, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head and row, with D and Dv padded to
-    multiples of 128. All other derivatives are those of the native forward.
+    runs the kernels in Pallas's interpreter on the host. Of more than 4 tokens, unless decays are by channel, reverse
+    mode of first order is a kernel too, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head
+    and row, with D and Dv padded to multiples of 128. All other derivatives are those of the native forward.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {"tpu": Limits(dtypes=frozenset({"float32", "bfloat16"}))}

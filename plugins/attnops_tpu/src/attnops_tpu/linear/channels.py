@@ -13,12 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import equally_varying, folds_batch, output_like
-from attnops_tpu.linear.chunk import half, is_before, pairs, part, stacked
+from attnops_tpu.linear.chunk import half, is_before, pairs, part
 from attnops_tpu.linear.factors import EMPTY, MILD, Factors, careful, exponents, mild
 from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.prepare import CHUNK, finished, of_batch, of_tokens, padded_state, zeroed
-from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product
+from attnops_tpu.linear.products import BY_COLUMNS, BY_ROWS, parts, product, products
 from attnops_tpu.references import Input, Output, call_kernel
 
 # Of float32 numbers.
@@ -161,7 +161,7 @@ def _kernel(plan: LinearPlan, N: int, refs: Refs) -> None:
     @pl.when(is_mild)
     def _() -> None:
         two = pairs(plan)
-        _finish(plan, refs, heads, two, mild(plan, found, *arrays(heads), two))
+        _finish(plan, refs, heads, two, mild(plan, _rough(plan, refs), found, *arrays(heads), two))
 
     @pl.when(jnp.logical_not(is_mild))
     def _() -> None:
@@ -179,9 +179,7 @@ def _kernel(plan: LinearPlan, N: int, refs: Refs) -> None:
 
 def _finish(plan: LinearPlan, refs: Refs, heads: list[Any], two: list[tuple[int, int]], factors: Factors) -> None:
     """The outputs and new states of some heads; `attnops_tpu.linear.chunk.chunk` says why it goes phase by phase."""
-    count = plan.passes
-    # Outputs of bfloat16 arrays are rounded to it, and need no other parts.
-    rough = count if refs.key.dtype == jnp.float32 else 1
+    count, rough = plan.passes, _rough(plan, refs)
     places = range(len(heads))
     states = [refs.transposed[i] for i in heads]
     split = [parts(x, count) for x in states]
@@ -192,12 +190,8 @@ def _finish(plan: LinearPlan, refs: Refs, heads: list[Any], two: list[tuple[int,
         past = [product(queries[i], split[i], rough, BY_ROWS) for i in places]
     else:
         keys = [parts(x, count) for x in factors.keys]
-        if rough == count:
-            both = [product(stacked([queries[i], keys[i]]), split[i], count, BY_ROWS) for i in places]
-            past, of_key = [x[:CHUNK] for x in both], [x[CHUNK:] for x in both]
-        else:
-            past = [product(queries[i], split[i], rough, BY_ROWS) for i in places]
-            of_key = [product(keys[i], split[i], count, BY_ROWS) for i in places]
+        both = [products([(queries[i], rough), (keys[i], count)], split[i]) for i in places]
+        past, of_key = [x[0] for x in both], [x[1] for x in both]
         # With B the diagonal matrix of betas, (I + B M)⁻¹ B = B (I + M B)⁻¹, whose betas are along the lanes.
         systems = [
             jnp.where(is_before(), x[1] * refs.rows[0, 0, 0, _rows(heads[pair[0]])], 0.0)
@@ -213,6 +207,11 @@ def _finish(plan: LinearPlan, refs: Refs, heads: list[Any], two: list[tuple[int,
         refs.outputs[0, :, _lanes(head, plan.Dv)] = ((past[i] + inside) * plan.scale).astype(refs.outputs.dtype)
         added = product(parts(updates[i], count), parts(factors.to_end[i], count), count, BY_COLUMNS)
         refs.transposed[head] = factors.whole[i] * states[i] + added
+
+
+def _rough(plan: LinearPlan, refs: Refs) -> int:
+    """The count of products for outputs: those of bfloat16 arrays are rounded to it, and need no other parts."""
+    return plan.passes if refs.key.dtype == jnp.float32 else 1
 
 
 def _at_least(decay: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from jax import lax
 from attnops_tpu.linear.chunk import part, stacked
 from attnops_tpu.linear.plan import LANES, LinearPlan
 from attnops_tpu.linear.prepare import CHUNK
-from attnops_tpu.linear.products import BY_ROWS, parts, product
+from attnops_tpu.linear.products import BY_ROWS, parts, product, products
 
 # A logarithm whose exponential is 0 with any number beside it; smaller ones are as good.
 EMPTY: Final = -200.0
@@ -79,9 +79,18 @@ def _summed(which: jax.Array, decay: jax.Array, count: int) -> jax.Array:
 
 
 def mild(
-    plan: LinearPlan, found: jax.Array, queries: list[jax.Array], keys: list[jax.Array], pairs: list[tuple[int, int]]
+    plan: LinearPlan, rough: int, found: jax.Array, queries: list[jax.Array], keys: list[jax.Array], pairs: list[tuple[int, int]]
 ) -> Factors:
-    """See above; ``found`` are `exponents` of the heads, [C + 8, heads · D]."""
+    """See above.
+
+    Args:
+        plan: what is static.
+        rough: the ``count`` of products for the outputs.
+        found: `exponents` of the heads, [C + 8, heads · D].
+        queries: of each head, [C, D].
+        keys: the same.
+        pairs: of heads.
+    """
     logarithms = [found[:, part(i, plan.D)] for i in range(len(keys))]
     up, down = ([jnp.exp(sign * x[:CHUNK]) for x in logarithms] for sign in (1, -1))
     kept = [jnp.exp(x[CHUNK:]) for x in logarithms]
@@ -90,7 +99,8 @@ def mild(
     if plan.beta:
         rows.append([x.astype(jnp.float32) * y for x, y in zip(keys, up, strict=True)])
     keys = [x.astype(jnp.float32) * y for x, y in zip(keys, down, strict=True)]
-    split = [[parts(x, plan.passes) for x in each] for each in rows]
+    counts = [rough, plan.passes][: len(rows)]
+    split = [[parts(x, count) for x in each] for each, count in zip(rows, counts, strict=True)]
     scores: list[list[list[jax.Array]]] = [[[] for _ in rows] for _ in pairs]
     is_first = lax.broadcasted_iota(jnp.int32, (_BLOCK, LANES), 1) < CHUNK
     for block in range(CHUNK // _BLOCK):
@@ -100,10 +110,9 @@ def mild(
                     for x, y in zip(keys, kept, strict=True)]  # fmt: skip
         columns = [parts(x, plan.passes) for x in keys]
         for pair, of_pair in zip(pairs, scores, strict=True):
-            left = stacked([[x[place] for x in each[i]] for each in split for i in pair])
-            found_ = product(left, stacked([columns[i] for i in pair]), plan.passes, BY_ROWS)
-            for n, blocks in enumerate(of_pair):
-                first, second = (found_[part(2 * n + i, _BLOCK)] for i in range(2))
+            left = [([x[place] for x in each[i]], n) for each, n in zip(split, counts, strict=True) for i in pair]
+            both = products(left, stacked([columns[i] for i in pair]))
+            for blocks, first, second in zip(of_pair, both[::2], both[1::2], strict=True):
                 blocks.append(jnp.where(is_first, first, second))
     starts = [_starts(x) for x in kept]
     since = [[jnp.concatenate([x[part(n, _BLOCK)] * _row(y, n) for n in range(CHUNK // _BLOCK)], axis=0)

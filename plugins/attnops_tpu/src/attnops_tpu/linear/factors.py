@@ -79,8 +79,9 @@ def _summed(which: jax.Array, decay: jax.Array, count: int) -> jax.Array:
 
 
 def mild(
-    plan: LinearPlan, rough: int, found: jax.Array, queries: list[jax.Array], keys: list[jax.Array], pairs: list[tuple[int, int]]
-) -> Factors:
+    plan: LinearPlan, rough: int, found: jax.Array, queries: list[jax.Array], keys: list[jax.Array],
+    pairs: list[tuple[int, int]],
+) -> Factors:  # fmt: skip
     """See above.
 
     Args:

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 
 from attnops_tpu.linear.chunk import part, stacked
 from attnops_tpu.linear.plan import LANES, LinearPlan
@@ -105,16 +106,16 @@ def mild(
     scores: list[list[list[jax.Array]]] = [[[] for _ in rows] for _ in pairs]
     is_first = lax.broadcasted_iota(jnp.int32, (_BLOCK, LANES), 1) < CHUNK
     for block in range(CHUNK // _BLOCK):
-        place = part(block, _BLOCK)
+        place, stop = part(block, _BLOCK), (block + 1) * _BLOCK
         if block:
             keys = [_moved(x, block * _BLOCK, _row(y, 2 * block - 1) * _row(y, 2 * block))
                     for x, y in zip(keys, kept, strict=True)]  # fmt: skip
         columns = [parts(x, plan.passes) for x in keys]
         for pair, of_pair in zip(pairs, scores, strict=True):
             left = [([x[place] for x in each[i]], n) for each, n in zip(split, counts, strict=True) for i in pair]
-            both = products(left, stacked([columns[i] for i in pair]))
+            both = products(left, stacked([[x[:stop] for x in columns[i]] for i in pair]))
             for blocks, first, second in zip(of_pair, both[::2], both[1::2], strict=True):
-                blocks.append(jnp.where(is_first, first, second))
+                blocks.append(jnp.where(is_first, _wide(first), _rolled(_wide(second), CHUNK - stop)))
     starts = [_starts(x) for x in kept]
     since = [[jnp.concatenate([x[part(n, _BLOCK)] * _row(y, n) for n in range(CHUNK // _BLOCK)], axis=0)
               for x, y in zip(each, starts, strict=True)] for each in rows]  # fmt: skip
@@ -124,6 +125,16 @@ def mild(
         [x * _row(y, _HALVES - 1) for x, y in zip(keys, kept, strict=True)],
         [x[-1:] * _row(y, _HALVES - 1) for x, y in zip(starts, kept, strict=True)],
     )  # fmt: skip
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """[rows, 128], with more lanes."""
+    more = LANES - x.shape[1]
+    return jnp.concatenate([x, jnp.zeros((x.shape[0], more), x.dtype)], axis=1) if more else x
+
+
+def _rolled(x: jax.Array, lanes: int) -> jax.Array:
+    return pltpu.roll(x, lanes, 1) if lanes else x
 
 
 def _moved(keys: jax.Array, size: int, kept: jax.Array) -> jax.Array:

@@ -156,7 +156,7 @@ def _kernel(plan: LinearPlan, N: int, refs: Refs) -> None:
 
     decay = refs.decay[0]
     found = exponents(_at_least(decay), _PARTS)
-    is_mild = jnp.max(jnp.abs(found[:CHUNK])) <= MILD
+    is_mild = jnp.max(jnp.abs(found[:CHUNK])) <= MILD[refs.key.dtype == jnp.float32]
 
     @pl.when(is_mild)
     def _() -> None:

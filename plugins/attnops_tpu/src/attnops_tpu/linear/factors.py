@@ -8,7 +8,7 @@ error that is large beside it, and one decay of -200 makes it an exact 0.
 Two ways to choose r:
 
 - `mild`: the middle of a block of 16 tokens is the reference of its queries, for all keys up to the block's end. The
-  exponents of 8 tokens on one side of it are positive. For chunks in which these are at most `MILD`.
+  exponents of 8 tokens on one side of it are positive. For chunks in which these are at most one of `MILD`.
 - `careful`: the level of a pair (i, j) is the highest bit in which they differ, and r the end of j's block of so
   many tokens, which is just before i's. No exponent is positive; each of 6 levels has a product of all tokens.
 """
@@ -29,8 +29,9 @@ from attnops_tpu.linear.products import BY_ROWS, parts, product, products
 
 # A logarithm whose exponential is 0 with any number beside it; smaller ones are as good.
 EMPTY: Final = -200.0
-# The largest exponent of a factor of `mild`: 8 tokens with decays of exp(-5).
-MILD: Final = 40.0
+# The largest exponent of a factor of `mild`, of bfloat16 arrays (8 tokens with decays of exp(-5)) and of others: a
+# float32 exponent x has an error of |x| / 2^24, which the other factor, exp(-x) or so, does not make smaller.
+MILD: Final = (40.0, 8.0)
 _BLOCK: Final = 16
 _HALF: Final = _BLOCK // 2
 _HALVES: Final = CHUNK // _HALF

@@ -103,13 +103,14 @@ _SPOILED: Final = {
 }  # fmt: skip
 
 
-def spoiled(name: str) -> Problem:
+def spoiled(name: str, decay: str = "head") -> Problem:
     """A problem whose option ``spoiled``, see `subject`, makes one document of each row not finite, in some heads.
 
     Args:
         name: the argument; each of these documents has one such token of it.
+        decay: that of `problem`.
     """
-    draw = problem(mask=lambda B, T: Segments(np.searchsorted(_FIRST, np.arange(T), side="right")))
+    draw = problem(decay=decay, mask=lambda B, T: Segments(np.searchsorted(_FIRST, np.arange(T), side="right")))
 
     def drawn(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         arguments, options = draw(rng)

@@ -20,17 +20,22 @@ pytestmark = [pytest.mark.optimised, pytest.mark.slow]
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)
 @pytest.mark.parametrize(
-    ("T", "D", "dtype", "beta"),
+    ("T", "D", "dtype", "beta", "decay"),
     [
-        (4096, 128, "bfloat16", True),
-        (100, 256, "float32", True),
-        (256, 64, "float32", False),
-        (1, 128, "bfloat16", True),
-        (2, 128, "bfloat16", True),  # decays by channel
+        (4096, 128, "bfloat16", True, "head"),
+        (100, 256, "float32", True, "head"),
+        (256, 64, "float32", False, "head"),
+        (1, 128, "bfloat16", True, "head"),
+        (2, 128, "bfloat16", True, "channel"),
+        (4096, 128, "bfloat16", True, "channel"),
+        (100, 256, "float32", True, "channel"),
+        (256, 64, "float32", False, "channel"),
     ],
 )
 @pytest.mark.tier(every=4)
-def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D: int, dtype: str, beta: bool) -> None:
+def test_it_compiles_and_states_are_updated_in_place(
+    generation: str, T: int, D: int, dtype: str, beta: bool, decay: str
+) -> None:
     B, H = 2, 16
     operation = TPULinearAttention(OperationMetadata(platform="tpu", on_unsupported="error"))
     q = jax.ShapeDtypeStruct((B, T, H // 2, D), jnp.dtype(dtype))
@@ -39,8 +44,8 @@ def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D:
 
     def run(state: jax.Array, q: jax.Array, v: jax.Array, gate: jax.Array) -> LinearOutput:
         rates = {"beta": gate} if beta else {}
-        decay = gate if T != 2 else jnp.broadcast_to(gate[..., None], (B, T, H, D))
-        return operation(q, q, v, decay=decay, initial_state=state, return_state=True, mode="prefill", **rates)
+        decays = gate if decay == "head" else jnp.broadcast_to(gate[..., None], (B, T, H, D))
+        return operation(q, q, v, decay=decays, initial_state=state, return_state=True, mode="prefill", **rates)
 
     compiled = compile_for(run, (state, q, v, gate), generation, donated=(0,))
     memory = compiled.memory_analysis()
@@ -48,8 +53,9 @@ def test_it_compiles_and_states_are_updated_in_place(generation: str, T: int, D:
         assert memory.alias_size_in_bytes >= 4 * B * H * D * D
     if T <= 2:
         assert memory.temp_size_in_bytes < 4 * B * H * D * D  # the state is not copied
-    # Copies in the kernel's layout.
-    assert memory.temp_size_in_bytes <= 16 * B * (T + 64) * H * max(D, 128) + 2**22
+    # Copies in the kernel's layout, and decays by channel in float32.
+    arrays = 16 if decay == "head" else 24
+    assert memory.temp_size_in_bytes <= arrays * B * (T + 64) * H * max(D, 128) + 2**22
 
 
 @pytest.mark.parametrize("generation", TOPOLOGIES)

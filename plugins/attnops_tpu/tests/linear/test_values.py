@@ -12,16 +12,11 @@ from jax.sharding import PartitionSpec as P
 import attnops
 from attnops import OperationMetadata
 from attnops_linear import LinearAttention, LinearRequest, StateCache
-from attnops_linear.testing import PROBLEMS, Problem, documents, problem, subject, with_state
+from attnops_linear.testing import PROBLEMS, Problem, documents, problem, spoiled, subject, with_state
 from attnops_testing.reference import CHECKS
 from attnops_testing.runner import Status
 from attnops_tpu.linear.operation import TPULinearAttention
 
-# What the kernel refuses.
-BY_CHANNEL = {
-    name for name in PROBLEMS
-    if "channel" in name or name in ("documents and padding", *(f"T = {T}" for T in (5, 63, 65)))
-}  # fmt: skip
 MORE = {
     "two pairs of key heads": problem(70, K=4, H=8),
     "more value heads than a grid step has": problem(70, K=1, H=18, B=1),
@@ -45,6 +40,24 @@ MORE = {
             & attnops.masks.KeyPadding(np.array([[True, False, True], [True, True, True]]))
         ),
     ),
+    # Decays by channel: the heads of a pair and of a key head, resets, exponents up to the largest that is mild.
+    **{
+        f"{name} by channel": problem(decay="channel", **options)
+        for name, options in {
+            "few pairs": {"H": 3, "K": 1, "decays": (0.0, -20.0)},
+            "decays of -0.9": {"decays": (-0.9,)},
+            "more value heads than a grid step has": {"K": 2, "H": 36, "B": 1, "D": 8, "Dv": 8},
+            "head dims of 130 and 256": {"T": 70, "D": 130, "Dv": 256, "B": 1},
+            "T = 130": {"T": 130, "K": 4},
+            "without a state, sums": {"beta": False, "state": False, "decays": (-1e4, 0.0)},
+            "one channel of -1e4 in some tokens": {"decays": (*[0.0] * 30, -1e4)},
+            "one document a token": {"T": 20, "mask": lambda B, T: attnops.masks.Segments(np.arange(T))},
+        }.items()
+    },
+    **{
+        f"a document that is not finite by {name}, by channel": spoiled(name, decay="channel")
+        for name in ("query", "key", "value", "decay", "beta", "initial_state")
+    },
     "documents and padding by head": problem(
         mask=lambda B, T: (
             attnops.masks.Segments(np.arange(T) // 20)
@@ -72,21 +85,34 @@ def test_documents_and_padding() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if name not in BY_CHANNEL] + [*MORE])
+@pytest.mark.parametrize("name", [*PROBLEMS, *MORE])
 @pytest.mark.tier(every=4)
 def test_problems(name: str) -> None:
     right((PROBLEMS | MORE)[name], name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decay by head, delta rule", "decay by constant, sums", "T = 2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decay by head, delta rule", "decay by constant, sums", "T = 2", "decay by channel, delta rule",
+        "decays of -20 and -150 by channel",
+    ],
+)  # fmt: skip
 def test_bfloat16(name: str) -> None:
     right(PROBLEMS[name], name, dtype="bfloat16")
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decays_that_are_mild_in_bfloat16(dtype: str) -> None:
+    """Without gradients, which are native and less exact."""
+    right(problem(decay="channel", decays=(-4.9,)), "decays of -4.9 by channel", dtype=dtype, gradients=False)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [check for check in CHECKS if check != "jit"])
-@pytest.mark.parametrize("name", ["documents", "T = 2"])
+@pytest.mark.parametrize("name", ["documents", "T = 2", "documents by channel"])
 def test_other_checks(name: str, check: str) -> None:
     right(PROBLEMS[name], name, check)
 
@@ -94,19 +120,24 @@ def test_other_checks(name: str, check: str) -> None:
 def test_what_the_kernel_refuses_runs_natively() -> None:
     operation = TPULinearAttention(OperationMetadata(platform="tpu", interpret=True))
     request = LinearRequest(
-        batch=1, length=9, key_heads=1, value_heads=1, head_dim=300, value_head_dim=8, decay="channel", platform="tpu"
+        batch=1, length=9, key_heads=1, value_heads=1, head_dim=300, value_head_dim=8, decay="head", platform="tpu"
     )
-    assert [(x.argument, x.value) for x in operation.reasons(request)] == [("decay", "channel"), ("head_dim", 300)]
-    served = request.replace(decay="head", head_dim=256)
+    assert [(x.argument, x.value) for x in operation.reasons(request)] == [("head_dim", 300)]
+    served = request.replace(head_dim=256)
     assert not operation.reasons(served)
+    assert not operation.reasons(served.replace(decay="channel"))
+    assert [*operation.details(served.replace(decay="channel"))][
+        1
+    ] == "derivatives are those of the native forward, in plain JAX"
     assert [*operation.details(served)][1].startswith("gradients by a kernel")
     few = [*operation.details(served.replace(length=4))]
     assert few[1] == "derivatives are those of the native forward, in plain JAX"
 
 
 @pytest.mark.slow
-def test_each_precision_is_as_exact_as_it_says() -> None:
-    (query, key, value), options = problem(130)(np.random.default_rng(0))
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_each_precision_is_as_exact_as_it_says(decay: str) -> None:
+    (query, key, value), options = problem(130, decay=decay)(np.random.default_rng(0))
     arrays = {"query": query, "key": key, "value": value, **options}
     arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     exact = np.asarray(LinearAttention()(**arrays).attention_outputs)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from attnops import OperationMetadata
 from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_linear import LinearOutput
 from attnops_linear.chunks import FEW
+from attnops_tpu.linear.channels import chunks
 from attnops_tpu.linear.chunk import Kept, chunk, half, part, past
 from attnops_tpu.linear.decode import decode
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
@@ -52,12 +53,14 @@ def forward_with_states(
     decay: jax.Array | None = None, beta: jax.Array | None = None, scale: float | None = None,
     initial_state: jax.Array | None = None, mask: Any = None, return_state: bool = False, keeps: bool = True,
 ) -> tuple[LinearOutput, Kept | None]:  # fmt: skip
-    """The output, and what reverse mode keeps of more than `FEW` tokens."""
+    """The output, and what reverse mode keeps of more than `FEW` tokens, unless decays are by channel."""
     (B, T, _, D), (H, Dv) = query.shape, value.shape[2:]
     plan = make_plan(metadata, query, value, scale, beta is not None, keeps)
     kept = None
     if T <= FEW:
         outputs, state = decode(plan, query, key, value, decay, beta, initial_state, mask)
+    elif decay is not None and decay.ndim == 4:
+        outputs, state = chunks(plan, query, key, value, decay, beta, initial_state, mask)
     else:
         given = arrays(plan, query, key, value, decay, beta, initial_state, mask)
         outputs, state, *more = finished(plan, _call(plan, given))

@@ -19,10 +19,11 @@ class TPULinearAttention(LinearAttention):
     """Linear attention in Pallas: one kernel for all chunks, with the state in vector memory between them.
 
     Serves TPUs; on other platforms, and for requests that it refuses, the native forward runs. ``metadata.interpret``
-    runs the kernels in Pallas's interpreter on the host. Of more than 4 tokens, reverse mode of first order is a kernel
-    too, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head and row, with D and Dv padded to
-    multiples of 128, and with beta the inverses of the chunks' systems, [T / 64, 64, 64], bfloat16 with
-    ``precision="default"`` and else float32. All other derivatives are those of the native forward.
+    runs the kernels in Pallas's interpreter on the host. Of more than 4 tokens, unless decays are by channel, reverse
+    mode of first order is a kernel too, which needs the states before the chunks, float32 [T / 64, D, Dv] of each head
+    and row, with D and Dv padded to multiples of 128, and with beta the inverses of the chunks' systems,
+    [T / 64, 64, 64], bfloat16 with ``precision="default"`` and else float32. All other derivatives are those of the
+    native forward.
     """
 
     limits: ClassVar[Mapping[str, Limits]] = {"tpu": Limits(dtypes=frozenset({"float32", "bfloat16"}))}
@@ -38,9 +39,6 @@ class TPULinearAttention(LinearAttention):
         """See `attnops.BaseOperation.unsupported`."""
         if not isinstance(request, LinearRequest):
             return
-        if request.decay == "channel" and request.length > FEW:
-            yield Reason("decay", "channel", f"the kernel for more than {FEW} tokens has decays by head, constant ones "
-                         "or none", "the native forward computes decays by channel")  # fmt: skip
         for name, size in (("head_dim", request.head_dim), ("value_head_dim", request.value_head_dim)):
             if size > LARGEST:
                 yield Reason(name, size, f"must be at most {LARGEST}", "the native forward takes any")
@@ -53,7 +51,7 @@ class TPULinearAttention(LinearAttention):
                 "token by token, in float32" if few else "in chunks of 64 tokens, states in vector memory between them"
             )
             native = "those of the native forward, in plain JAX"
-            if few:
+            if few or request.decay == "channel":
                 yield f"derivatives are {native}"
             else:
                 yield "gradients by a kernel, from the states before the chunks: 4 · D · Dv bytes for 64 tokens, padded"
@@ -69,5 +67,7 @@ class TPULinearAttention(LinearAttention):
         from attnops_tpu.linear.backward import backward
         from attnops_tpu.linear.forward import forward, forward_with_states
 
-        reverse = Reverse(forward_with_states, backward) if query.shape[1] > FEW else None
+        decay = options.get("decay")
+        by_kernel = query.shape[1] > FEW and (decay is None or decay.ndim < 4)
+        reverse = Reverse(forward_with_states, backward) if by_kernel else None
         return self.with_derivatives(forward, reverse, query, key, value, **options)

@@ -59,3 +59,27 @@ def product(a: Sequence[jax.Array], b: Sequence[jax.Array], count: int, axes: tu
             total = term if total is None else total + term
     assert total is not None
     return total
+
+
+def products(
+    left: Sequence[tuple[Sequence[jax.Array], int]], b: Sequence[jax.Array], axes: tuple[int, int] = BY_ROWS
+) -> list[jax.Array]:
+    """The products of several matrices with one, whose parts are moved to the matrix unit once; float32.
+
+    Args:
+        left: of each, its `parts` and the ``count`` of `product`. Rows are not contracted.
+        b: the parts of the right operand.
+        axes: the contracted axes.
+    """
+    dimensions: Any = (((axes[0],), (axes[1],)), ((), ()))
+    totals: list[jax.Array | None] = [None] * len(left)
+    for j, part in reversed(list(enumerate(b[: max(count for _, count in left)]))):
+        used = [(n, x) for n, (a, count) in enumerate(left) for x in reversed(a[: max(0, count - j)])]
+        rows, start = jnp.concatenate([x for _, x in used], axis=0), 0
+        found = lax.dot_general(
+            rows, part, dimensions, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+        )
+        for n, x in used:
+            term, start, total = found[start : start + x.shape[0]], start + x.shape[0], totals[n]
+            totals[n] = term if total is None else total + term
+    return [x for x in totals if x is not None]

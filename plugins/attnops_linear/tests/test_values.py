@@ -182,3 +182,16 @@ def test_products_of_matrices_have_all_bits_of_float32() -> None:
     # The derivative of the inverse has it too, where a program is differentiated after it was traced.
     rule = jax.jit(lambda q: LinearAttention()(q, q, q, beta=q[..., 0]).attention_outputs.sum())
     assert "DEFAULT" not in jax.jit(jax.grad(rule)).lower(q).as_text()
+
+
+@pytest.mark.slow
+def test_a_traced_decay_above_any_float32_changes_no_later_document() -> None:
+    (query, key, value), options = problem(20, beta=False)(np.random.default_rng(0))
+    query, key, value, decay = (jnp.asarray(x, jnp.float32) for x in (query, key, value, options["decay"]))
+    mask = Segments(np.arange(20) // 10)
+    expected = LinearAttention()(query, key, value, decay=decay, mask=mask).attention_outputs
+    found = jax.jit(lambda x: LinearAttention()(query, key, value, decay=x, mask=mask).attention_outputs)(
+        decay.at[:, 4].set(3e20)
+    )
+    assert not np.isfinite(found[:, 4:10]).any()
+    np.testing.assert_allclose(found[:, 10:], expected[:, 10:], atol=3e-6)

@@ -220,3 +220,16 @@ def test_a_mesh_of_processors(axis: str) -> None:
     expected = LinearAttention()(**given, return_state=True)
     assert len(found.attention_outputs.sharding.device_set) == 2
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-6), found, expected)
+
+
+@pytest.mark.slow
+def test_a_traced_decay_above_any_float32_changes_no_later_document() -> None:
+    (query, key, value), options = problem(20, beta=False)(np.random.default_rng(0))
+    query, key, value, decay = (jnp.asarray(x, jnp.float32) for x in (query, key, value, options["decay"]))
+    mask = attnops.masks.Segments(np.arange(20) // 10)
+    expected = LinearAttention()(query, key, value, decay=decay, mask=mask).attention_outputs
+    found = jax.jit(lambda x: CpuLinearAttention()(query, key, value, decay=x, mask=mask).attention_outputs)(
+        decay.at[:, 4].set(3e20)
+    )
+    assert not np.isfinite(found[:, 4:10]).any()
+    np.testing.assert_allclose(found[:, 10:], expected[:, 10:], atol=3e-6)

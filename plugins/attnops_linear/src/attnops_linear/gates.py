@@ -16,7 +16,7 @@ from jax import lax
 
 # exp(-193) times the largest float32 is less than half of the smallest one.
 EMPTIES: Final = -193.0
-# Sums of 64 multiples of 1/1024 that are at least -193 have 24 bits.
+# Sums of 64 multiples of 1/1024 from -193 to 193 have 24 bits. A traced decay may be larger, and is infinite as 193 is.
 _GRID: Final = 1024.0
 # Half of the tokens of a chunk with decays by head, all of one by channel.
 CHUNK: Final = 16
@@ -54,7 +54,7 @@ def cumulative(decay: jax.Array, starts: jax.Array | None) -> Sums:
     empties = decay < EMPTIES
     if starts is not None:
         empties = empties | starts
-    kept = jnp.where(empties, 0.0, decay)
+    kept = jnp.where(empties, 0.0, jnp.minimum(decay, -EMPTIES))
     coarse = lax.stop_gradient(jnp.round(kept * _GRID) / _GRID)
     return Sums(
         jnp.cumsum(coarse, axis=-2), jnp.cumsum(kept - coarse, axis=-2), jnp.cumsum(empties.astype(jnp.int32), axis=-2)

@@ -167,3 +167,17 @@ def test_what_slices_of_a_vmap_share_is_each_slices(T: int, shared: str) -> None
         for operation in (TritonLinearAttention(OperationMetadata(platform="cuda", interpret=True)), LinearAttention())
     )
     np.testing.assert_allclose(found, expected, atol=3e-6)
+
+
+@pytest.mark.slow
+def test_a_traced_decay_above_any_float32_changes_no_later_document() -> None:
+    (query, key, value), options = problem(20, beta=False)(np.random.default_rng(0))
+    query, key, value, decay = (jnp.asarray(x, jnp.float32) for x in (query, key, value, options["decay"]))
+    mask = attnops.masks.Segments(np.arange(20) // 10)
+    operation = TritonLinearAttention(OperationMetadata(platform="cuda", interpret=True))
+    expected = LinearAttention()(query, key, value, decay=decay, mask=mask).attention_outputs
+    found = jax.jit(lambda x: operation(query, key, value, decay=x, mask=mask).attention_outputs)(
+        decay.at[:, 4].set(3e20)
+    )
+    assert not np.isfinite(found[:, 4:10]).any()
+    np.testing.assert_allclose(found[:, 10:], expected[:, 10:], atol=3e-6)

@@ -121,7 +121,7 @@ def cumulative(x, n, program, chunk, real, begins, options: tl.constexpr):
             decay = load_gate(x.decay, n, program, start, real[b], _BLOCK, options)
         # Multiples of 1/1024, whose sums are exact; a decay below the smallest float32 empties the state.
         empties = (decay < -193.0) | begins[b]
-        decay = tl.where(empties, 0.0, decay)
+        decay = tl.where(empties, 0.0, tl.where(decay > 193.0, 193.0, decay))
         multiple = tl.floor(decay * 1024.0 + 0.5) * (1.0 / 1024.0)
         of_block = Sums(
             tl.associative_scan(multiple, 0, total) + coarse,

@@ -48,8 +48,8 @@ def test_gradients_of_more_than_four_tokens_are_a_kernel_unless_decays_are_by_ch
     operation = TPULinearAttention(OperationMetadata(platform="tpu"))
     program = str(jax.make_jaxpr(jax.grad(lambda x: loss(operation, x)))(given))
     assert program.count(f"name={NAME}") == kernels, program
-    # The kernel forward, in each case.
-    assert program.count("pallas_call") >= 1
+    # The native gradient has the native forward in it.
+    assert ("pallas_call" in program) == bool(kernels)
 
 
 @pytest.mark.slow

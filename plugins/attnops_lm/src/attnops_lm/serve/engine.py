@@ -363,8 +363,8 @@ class Engine:
                     allowed = np.zeros(self.no_grammar.shape, np.uint32)
                 allowed[r] = x.constraint.allowed
         return StepBatch(
-            tokens, counts, lengths, self.table.copy(), temperature, top_k, top_p, seed, index, frequency, presence, generated,
-            has_logprobs, allowed, has_grammar,
+            tokens, counts, lengths, self.table.copy(), temperature, top_k, top_p, seed, index, frequency, presence,
+            generated, has_logprobs, allowed, has_grammar,
         )  # fmt: skip
 
     def _copy_pages(self, copies: list[tuple[int, int]]) -> None:

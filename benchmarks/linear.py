@@ -1,12 +1,13 @@
-"""Linear attention on this machine's processor: attnops-cpu, the native forward, a scan over tokens, and transformers' chunked
-rule in PyTorch.
+"""Linear attention on this machine's processor.
+
+The contenders are attnops-cpu, the native forward, a scan over tokens, and transformers' chunked rule in PyTorch.
 
     pip install attnops-cpu torch transformers
     python benchmarks/linear.py [--tokens 4096] [--json FILE]
 
 The gated delta rule as Qwen3-Next calls it, float32, B 1, 16 heads of D = Dv = 128: forward, and forward and backward
-(gradients of all arrays). Programs are compiled before. Contenders are called in turn, and the shortest time of each counts.
-Outputs are compared with the scan's before anything is timed.
+(gradients of all arrays). Programs are compiled before. Contenders are called in turn, and the shortest time of
+each counts. Outputs are compared with the scan's before anything is timed.
 """
 
 from __future__ import annotations

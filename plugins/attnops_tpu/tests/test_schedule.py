@@ -112,7 +112,8 @@ def test_a_whole_kernel_is_its_regions_times_their_trips() -> None:
 
 def test_branches_have_the_lines_that_make_them() -> None:
     texts = [
-        "%1 = sbr.rel (%p0) /* loc(\"/a/item.py\":7:5 to :23) */ target = $region1 ;; vld /* loc(\"/a/b.py\":9:1 to :2) */",
+        "%1 = sbr.rel (%p0) /* loc(\"/a/item.py\":7:5 to :23) */ target = $region1 "
+        ";; vld /* loc(\"/a/b.py\":9:1 to :2) */",
         "vst /* loc(\"/a/b.py\":9:1 to :2) */ ;; sbr.rel (%p1) target = $region2", "nop } /* Start region 2 */",
         "nop } /* Start region 1 */",
     ]  # fmt: skip

@@ -392,3 +392,42 @@ def test_frequencies_are_not_scaled_twice(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", model_of("llama"), tensors=divisors, llama__rope__scaling__factor=4.0)
     with pytest.raises(ValueError, match=r"has rope_freqs.weight and llama.rope.scaling.factor: only one can hold"):
         load_gguf(path)
+
+
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole.gguf", model_of("llama")).read_bytes()
+    path = tmp_path / "damaged.gguf"
+    for length in (3, 20, 2000, len(whole) // 2, len(whole) - 8):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=rf"damaged.gguf is no whole GGUF file: it has {length} bytes, but byte"):
+            load_gguf(path)
+    # A length of 2**60 must not be counted through: the name, the type of the array, of its items, and the length.
+    name = b"tokenizer.ggml.token_type"
+    at = whole.index(name) + len(name) + 8
+    path.write_bytes(whole[:at] + (2**60).to_bytes(8, "little") + whole[at + 8 :])
+    with pytest.raises(ValueError, match=r"damaged\.gguf is no whole GGUF file"):
+        load_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"blk.0.attn_norm.weight": np.full(32, np.nan, "f4")}, "blk.0.attn_norm.weight has NaN or infinite values"),
+        ({"blk.0.attn_q.weight": np.ones((33, 32), "f4")}, "q_proj.weight has 33 rows, but the file's heads need 32"),
+        ({"blk.0.attn_norm.weight": np.ones(1, "f4")}, r"input_layernorm.weight has shape \(1,\), but"),
+    ],
+)
+def test_weights_that_can_not_be_right_are_named(tmp_path: Path, tensors: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_gguf(write(tmp_path / "model.gguf", model_of("llama"), tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["block_count", "attention__head_count", "attention__head_count_kv", "attention__key_length", "context_length",
+     "embedding_length", "feed_forward_length", "rope__freq_base", "attention__layer_norm_rms_epsilon"],
+)  # fmt: skip
+def test_sizes_are_above_0(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "model.gguf", model_of("llama"), **{f"llama__{name}": 0})
+    with pytest.raises(ValueError, match=rf"llama.{name.replace('__', '.')}=0 must be a number above 0"):
+        config_of_gguf(path)

@@ -95,6 +95,13 @@ def test_texts_begin_with_bos_unless_the_file_denies_it() -> None:
         ({"scores": None}, "has no field tokenizer.ggml.scores, which is needed"),
         ({"remove_extra_whitespaces": True}, "remove_extra_whitespaces is set, but texts are not normalised here"),
         ({"model": "t5"}, "tokenizer.ggml.model='t5' must be"),
+        ({"eos_token_id": 10_000}, r"eos_token_id=10000 must be below \d+, the number of tokens"),
+        ({"eot_token_id": 10_000}, r"eot_token_id=10000 must be below \d+, the number of tokens"),
+        ({"unknown_token_id": 10_000}, r"unknown_token_id=10000 must be below \d+, the number of tokens"),
+        ({"token_type": [NORMAL]}, r"tokenizer.ggml.token_type has 1 values, but there are \d+ tokens"),
+        ({"scores": [0.0]}, r"tokenizer.ggml.scores has 1 values, but there are \d+ tokens"),
+        ({"model": "gpt2", "pre": "qwen2", "merges": ["a b c"]}, "merges has 'a b c', which must join two tokens"),
+        ({"model": "gpt2", "pre": "qwen2", "merges": ["a é"]}, "merges has 'a é', which must join two tokens"),
         ({"model": "gpt2", "pre": "default"}, "tokenizer.ggml.pre='default' must be one of"),
     ],
 )
@@ -115,12 +122,12 @@ def test_other_tokenizers_are_refused(changes: dict[str, Any], message: str) -> 
     ],
 )
 def test_texts_are_split_as_the_file_names_it(kind: str, wanted: list[str]) -> None:
-    tokens = [*_BYTES, "<|return|>", "<|end|>"]
+    tokens = [*_BYTES, "<|return|>", "<|end|>", "<|endoftext|>"]
     given = {
-        "pre": kind, "tokens": tokens, "token_type": [NORMAL] * 256 + [CONTROL] * 2, "merges": [], "eos_token_id": 257
+        "pre": kind, "tokens": tokens, "token_type": [NORMAL] * 256 + [CONTROL] * 3, "merges": [], "eos_token_id": 257
     }  # fmt: skip
     tokenizer = tokenizer_from({f"tokenizer.ggml.{x}": y for x, y in given.items()})
     text = "He'll pay 12345McDo\n\n  now/."
     assert [x for x, _ in tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)] == wanted
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.eos_ids == (257, 256)
+    assert tokenizer.eos_ids == (257, 256, 258)

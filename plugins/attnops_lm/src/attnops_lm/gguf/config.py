@@ -34,19 +34,19 @@ def config_of(file: GGUFFile) -> Config:
     if (holds := file.fields.get("general.type", "model")) != "model":
         raise ValueError(f"general.type={holds!r} must be 'model': the file holds no whole model")
     fields, tensors = Fields(file), file.tensors
-    heads, width = fields.one("attention.head_count"), fields.one("embedding_length")
-    D = fields.one("attention.key_length", width // heads)
+    heads, width = fields.positive("attention.head_count"), fields.positive("embedding_length")
+    D, blocks = fields.positive("attention.key_length", width // heads), fields.positive("block_count")
     fields.check("attention.value_length", D)
     # Without an output, a file that says how embeddings are pooled is taken for one without a head, else it is tied.
     has_head = "output.weight" in tensors or not fields.get("pooling_type", 0)
     hf = {
         "vocab_size": len(required(file.fields, "tokenizer.ggml.tokens")),
         "hidden_size": width, "head_dim": D, "num_attention_heads": heads,
-        "num_hidden_layers": fields.one("block_count") - fields.one("nextn_predict_layers", 0),
-        "max_position_embeddings": fields.one("context_length"),
-        "rms_norm_eps": fields.one("attention.layer_norm_rms_epsilon"),
+        "num_hidden_layers": blocks - fields.one("nextn_predict_layers", 0),
+        "max_position_embeddings": fields.positive("context_length"),
+        "rms_norm_eps": fields.positive("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": has_head and "output.weight" not in tensors,
-        "attention_bias": any(f"blk.{i}.attn_{x}.bias" in tensors for i in range(fields.one("block_count"))
+        "attention_bias": any(f"blk.{i}.attn_{x}.bias" in tensors for i in range(blocks)
                               for x in ("q", "qkv")),
         "pad_token_id": file.fields.get("tokenizer.ggml.padding_token_id"),
         "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
@@ -55,9 +55,9 @@ def config_of(file: GGUFFile) -> Config:
     hf |= rope(fields, D)
     hf |= ARCHITECTURES[kind](fields, hf)
     if "num_key_value_heads" not in hf:
-        hf["num_key_value_heads"] = fields.one("attention.head_count_kv", heads)
+        hf["num_key_value_heads"] = fields.positive("attention.head_count_kv", heads)
     if "intermediate_size" not in hf:
-        hf["intermediate_size"] = fields.one("feed_forward_length")
+        hf["intermediate_size"] = fields.positive("feed_forward_length")
     fields.check("rope.dimension_count", hf.get("rotary_dim", D))
     fields.check("rope.freq_base_swa", hf.get("rope_local_base_freq", hf["rope_theta"]))
     fields.check_all_read()

@@ -64,6 +64,13 @@ class Fields:
             value = value[0]
         return value
 
+    def positive(self, name: str, default: Any = None) -> Any:
+        """As `one`, for a finite number above 0; `ValueError` for anything else."""
+        value = self.one(name, default)
+        if not isinstance(value, int | float) or not 0 < value < np.inf:
+            raise ValueError(f"{self.name}.{name}={value!r} must be a number above 0")
+        return value
+
     def check(self, name: str, *allowed: Any) -> None:
         """Raise `ValueError` if a field is there and has no allowed value."""
         if (value := self.get(name, allowed[0])) not in allowed:

@@ -39,7 +39,7 @@ class GGUFFile:
             FileNotFoundError: a part is missing.
             ValueError: it is no GGUF file, or a later part, or the parts do not fit together.
         """
-        reader = gguf.GGUFReader(path)
+        reader = _read(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         if (count := int(fields.get("split.count", 0))) > 1:
@@ -58,16 +58,38 @@ class GGUFFile:
         """The values of a tensor in float32, or a part of them along the first axis.
 
         Raises:
-            ValueError: there is no such tensor, or gguf can't convert its type.
+            ValueError: there is no such tensor, gguf can't convert its type, or a value is not finite.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.path} has no tensor {name}, which the architecture {self.architecture} needs")
         self.used.add(name)
         tensor = self.tensors[name]
         try:
-            return gguf.dequantize(tensor.data[part], tensor.tensor_type).astype(np.float32)
+            values = gguf.dequantize(tensor.data[part], tensor.tensor_type).astype(np.float32)
         except NotImplementedError as error:
             raise ValueError(f"{self.path}: gguf can't convert {name}, {tensor.tensor_type.name}: {error}") from error
+        except IndexError as error:
+            raise ValueError(f"{self.path}: {name} has shape {tensor.data.shape}: {error}") from error
+        if not np.isfinite(values).all():
+            raise ValueError(f"{self.path}: {name} has NaN or infinite values: the file is damaged, fetch it again")
+        return values
+
+
+class _Reader(gguf.GGUFReader):
+    """gguf's, which reads past the end of a file: an array whose length is damaged would take for ever."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise ValueError(f"it has {len(self.data)} bytes, but byte {end} is needed")
+        return super()._get(offset, dtype, count, override_order)
+
+
+def _read(path: Path) -> gguf.GGUFReader:
+    try:
+        return _Reader(path)
+    except (ValueError, KeyError, IndexError, OverflowError) as error:
+        raise ValueError(f"{path} is no whole GGUF file: {error}") from error
 
 
 def required(fields: Mapping[str, Any], name: str) -> Any:
@@ -91,7 +113,7 @@ def _parts(path: Path, number: int, count: int) -> list[Path]:
 
 
 def _part(path: Path, number: int, count: int) -> dict[str, gguf.ReaderTensor]:
-    reader = gguf.GGUFReader(path)
+    reader = _read(path)
     found = tuple(int(reader.fields[f"split.{x}"].contents()) if f"split.{x}" in reader.fields else None
                   for x in ("no", "count"))  # fmt: skip
     if found != (number, count):

@@ -22,7 +22,7 @@ def rope(fields: Fields, head_dim: int) -> dict[str, Any]:
     Raises:
         ValueError: they are scaled in a way that is not computed here.
     """
-    base, scaling = fields.one("rope.freq_base", 1e4), _scaling(fields)
+    base, scaling = fields.positive("rope.freq_base", 1e4), _scaling(fields)
     tensors = fields.file.tensors
     if FREQUENCIES in tensors:
         if scaling is not None:

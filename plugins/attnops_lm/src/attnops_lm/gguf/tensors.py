@@ -108,6 +108,8 @@ class Tensors:
             value = self.file.read(fused, slice(start, start + rows[which]))
         else:
             value = self._read(name)
+        if len(value) != rows[which]:
+            raise ValueError(f"{self.file.path}: {name} has {len(value)} rows, but the file's heads need {rows[which]}")
         if which == "v" or self.file.architecture not in _PAIRED:
             return value
         heads = config.num_heads if which == "q" else K

@@ -13,8 +13,10 @@ from attnops_lm.tokenizer import Tokenizer
 
 # GGUF's types of tokens: special ones, and others that are never split.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-# End a turn, also where a file names only another token.
-_ENDS: Final = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>")
+# End a turn or a text, also where a file names only another token: those of the families here in llama.cpp's list.
+_ENDS: Final = (
+    "<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<end_of_turn>", "<|return|>", "<|call|>", "<|endoftext|>"
+)  # fmt: skip
 _SPACE: Final = "▁"  # SentencePiece's
 
 
@@ -62,6 +64,7 @@ def tokenizer_from(fields: Mapping[str, Any]) -> Tokenizer:
     kind = fields.get("tokenizer.ggml.model", "gpt2")
     if kind not in ("gpt2", "llama"):
         raise ValueError(f"tokenizer.ggml.model={kind!r} must be 'gpt2' (byte-level BPE) or 'llama' (SentencePiece)")
+    _check(fields)
     begins = kind == "llama"
     if begins:
         backend = _sentence_piece(fields)
@@ -93,10 +96,22 @@ def tokenizer_from(fields: Mapping[str, Any]) -> Tokenizer:
 def eos_ids_of(fields: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens with which a text or a turn ends, by a GGUF file's fields."""
     more = (fields.get(f"tokenizer.ggml.{x}_token_id") for x in ("eot", "eom"))
+    _check(fields)
     tokens, types = (required(fields, f"tokenizer.ggml.{x}") for x in ("tokens", "token_type"))
     named = (i for i, (token, of) in enumerate(zip(tokens, types, strict=True)) if of == _CONTROL and token in _ENDS)
     ids = [required(fields, "tokenizer.ggml.eos_token_id"), *(x for x in more if x is not None), *named]
     return tuple(dict.fromkeys(int(x) for x in ids))
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if lists of tokens differ in length, or a token's number is beyond them."""
+    count = len(required(fields, "tokenizer.ggml.tokens"))
+    for name in ("token_type", "scores"):
+        if (found := len(fields.get(f"tokenizer.ggml.{name}", range(count)))) != count:
+            raise ValueError(f"tokenizer.ggml.{name} has {found} values, but there are {count} tokens")
+    for name in ("bos", "eos", "eot", "eom", "unknown"):
+        if not 0 <= (token := fields.get(f"tokenizer.ggml.{name}_token_id", 0)) < count:
+            raise ValueError(f"tokenizer.ggml.{name}_token_id={token} must be below {count}, the number of tokens")
 
 
 def _byte_level(fields: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
@@ -107,8 +122,11 @@ def _byte_level(fields: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, bool]:
         )
     split = SPLITS[name]
     tokens, merges = (required(fields, f"tokenizer.ggml.{x}") for x in ("tokens", "merges"))
-    pairs = [tuple(merge.split(" ")) for merge in merges]
     vocabulary = {token: i for i, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    for pair in pairs:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise ValueError(f"tokenizer.ggml.merges has {' '.join(pair)!r}, which must join two tokens to a third one")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=split.ignore_merges))
     first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
     if split.pattern is not None:

@@ -132,7 +132,7 @@ def test_what_save_pretrained_writes_is_served(tmp_path: Path, monkeypatch: pyte
     assert found.decode(found.encode(text)) == own.decode(own.encode(text))
     turns = [{"role": "user", "content": "Hello"}]
     assert found.chat(turns) == own.chat(turns)
-    assert found.eos_ids == own.eos_ids
+    assert found.eos_ids == own.eos_ids[:1] == (2,), "the others are in the model's config"
     jax.tree.map(
         np.testing.assert_array_equal, jax.tree.leaves(model), jax.tree.leaves(CausalLM.from_pretrained(again))
     )

@@ -57,7 +57,7 @@ def test_words_hold_the_tokens_of_whole_groups(dtype: Any, T: int, cache_plan: C
 
 @pytest.mark.parametrize(("dtype", "T"), [(np.float32, 3), (np.float16, 5), (np.int8, 1)])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.tier(quick=["int8-1"])
+@pytest.mark.tier(quick=["False-int8-1"])
 def test_few_tokens_of_a_row_are_words_that_repeat_each(
     packed: bool, dtype: Any, T: int, cache_plan: Callable[..., CachePlan]
 ) -> None:

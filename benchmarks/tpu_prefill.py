@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -75,7 +76,9 @@ class Parts(NamedTuple):
         buffers: tiles of keys in vector memory.
         plain: bundles of a tile that nothing is masked of.
         masked: of a chunk of a masked tile.
-        outside: of an item, around its loop.
+        outside: of an item, or of each part of one, around its loop.
+        begin: of an item in parts besides, before its first tile.
+        end: the same after its last.
     """
 
     bq: int
@@ -85,6 +88,8 @@ class Parts(NamedTuple):
     plain: float
     masked: float
     outside: float
+    begin: float = 0
+    end: float = 0
 
     def items(self, queries: int, length: int = LENGTH) -> list[list[tuple[float, int]]]:
         """The tiles of each item of a row with so many queries at the end of so many tokens: bundles, and keys."""
@@ -96,8 +101,23 @@ class Parts(NamedTuple):
             for start in range(full * self.bk, last, self.bk):
                 keys = min(last - start, self.bk)
                 tiles.append((-(-keys // self.chunk) * self.masked, keys))
-            result.append([(tiles[0][0] + self.outside, tiles[0][1]), *tiles[1:]])
+            tiles[0] = tiles[0][0] + self.begin, tiles[0][1]
+            tiles[-1] = tiles[-1][0] + self.end, tiles[-1][1]
+            result.append(self._of_step(tiles))
         return result
+
+    def parts(self, items: list[list[tuple[float, int]]], most: int) -> list[list[tuple[float, int]]]:
+        """These items in at most so many parts each, which are grid steps of their own."""
+        result = []
+        for (bundles, keys), *others in items:
+            tiles = [(bundles - self.outside, keys), *others]
+            count = min(most, len(tiles))
+            ends = [len(tiles) * i // count for i in range(count + 1)]
+            result += [self._of_step(tiles[i:j]) for i, j in itertools.pairwise(ends)]
+        return result
+
+    def _of_step(self, tiles: list[tuple[float, int]]) -> list[tuple[float, int]]:
+        return [(tiles[0][0] + self.outside, tiles[0][1]), *tiles[1:]]
 
     def bundles(self, queries: int, length: int = LENGTH) -> float:
         """The bundles of these items."""
@@ -137,10 +157,13 @@ def child(batch: Batch, generation: str) -> None:
 
     plans: list[dict[str, float]] = []
     chunks: list[int] = []
+    parts: list[int] = []
 
     def told(run: Any) -> Any:
         def call(plan: Any, *given: Any) -> Any:
-            for x in plan if isinstance(plan, MixedPlan) else (plan,):
+            if isinstance(plan, MixedPlan):
+                parts.append(plan.parts)
+            for x in plan[:2] if isinstance(plan, MixedPlan) else (plan,):
                 plans.append({"bq": x.bq, "bk": x.bk, "chunk": x.masked_chunk, "buffers": x.buffers,
                               "pieces": x.units / x.piece})  # fmt: skip
             chunks.append(sizes(x, given[0].sources).chunk)
@@ -180,7 +203,7 @@ def child(batch: Batch, generation: str) -> None:
     names = re.findall(rf"%({KERNEL}[\w.\-]*) = [^\n]*" + re.escape(CALL), program)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     outside = outside_bytes(program)
-    print(json.dumps({"names": names, "plans": plans, "chunk": chunks[0], "outside": outside,
+    print(json.dumps({"names": names, "plans": plans, "parts": parts, "chunk": chunks[0], "outside": outside,
                       "temporaries": temporaries}))  # fmt: skip
 
 
@@ -195,27 +218,29 @@ def measured(batch: Batch, generation: str) -> tuple[list[list[Parts]], dict[str
         schedule, printed = measure(command, KERNEL, name, has_sources=True)
         told |= json.loads(printed.strip().splitlines()[-1])
         together = len(told["plans"]) > len(told["names"])
-        plans, bodies, steps = told["plans"], [schedule], [0]
+        plans, bodies, steps, once = told["plans"], [schedule], [0], [(0, 0)]
         if together:
-            bodies, steps, told["a chunk"] = kinds(schedule)
+            bodies, steps, once, told["a chunk"] = kinds(schedule)
         else:
             plans, told["a chunk"] = [plans[number]], 0
         told["code"] = max(told.get("code", 0), schedule.bundles)
         result.append([
-            Parts(plan["bq"], plan["bk"], plan["chunk"], plan["buffers"], plain, masked, around + step)
-            for plan, body, step in zip(plans, bodies, steps, strict=True)
+            Parts(*(plan[name] for name in ("bq", "bk", "chunk", "buffers")), plain, masked, outside - sum(ends), *ends)
+            for plan, body, step, ends in zip(plans, bodies, steps, once, strict=True)
             for plain, masked, around in [loop(body, plan["pieces"])]
+            for outside in [around + step]
         ])  # fmt: skip
     return result, told
 
 
-def kinds(schedule: Schedule) -> tuple[list[Schedule], list[int], int]:
+def kinds(schedule: Schedule) -> tuple[list[Schedule], list[int], list[tuple[int, int]], int]:
     """The parts of a kernel of small and large items, which are branches of a grid step.
 
     Returns:
-        For both kinds of items their schedules, and the bundles of a step outside of these; and the bundles of a chunk
-        of new tokens of all heads.
+        For both kinds of items their schedules, the bundles of a step outside of these, and of those that only the
+        first part of an item has, and the last; and the bundles of a chunk of new tokens of all heads.
     """
+    from attnops_tpu.caches.kernel import Kernel
     from attnops_tpu.caches.mixed import _run_item
     from attnops_tpu.caches.write_prompts import write_prompts
 
@@ -224,6 +249,11 @@ def kinds(schedule: Schedule) -> tuple[list[Schedule], list[int], int]:
         dataclasses.replace(schedule, spans=tuple(x for x in schedule.spans if y.start <= x.start and x.stop <= y.stop))
         for y in branches
     ]
+    ends = [branch(schedule, Kernel.run, f"pl.when(part.{name})") for name in ("is_first", "is_last")]
+    # So that what remains of a large item's spans is that of a small one's.
+    bodies[1] = dataclasses.replace(
+        bodies[1], spans=tuple(x for x in bodies[1].spans if not any(y.start <= x.start < y.stop for y in ends))
+    )
     first = branch(schedule, write_prompts, "pl.when(")
     depths = schedule.depths[first.start : first.stop]
     # Before all that, blocks of an array that XLA keeps in vector memory are copied; a large item's is the largest.
@@ -231,7 +261,9 @@ def kinds(schedule: Schedule) -> tuple[list[Schedule], list[int], int]:
     copies = [x for x in copies if not any(y != x and x.start <= y.start and y.stop <= x.stop for y in copies)]
     lengths = sorted(x.stop - x.start for x in copies)
     step = sum(map(bool, schedule.depths)) - sum(x.stop - x.start for x in (*branches, first, *copies))
-    return bodies, [step + sum(lengths[:-1]), step + sum(lengths[-1:])], depths.count(2) + KV_HEADS * depths.count(3)
+    begin, end = (x.stop - x.start for x in ends)
+    steps = [step + sum(lengths[:-1]), step + sum(lengths[-1:])]
+    return bodies, steps, [(0, 0), (begin, end)], depths.count(2) + KV_HEADS * depths.count(3)
 
 
 def branch(schedule: Schedule, function: Callable[..., Any], begin: str) -> Span:
@@ -272,7 +304,10 @@ def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str,
     length = max(LENGTH, batch.queries)
     small, large = (parts for kernel in kernels for parts in kernel)
     by_kind = small.items(1) * batch.decoding, large.items(batch.queries, length)
-    orders = [by_kind[0], by_kind[1]] if len(kernels) > 1 else [evenly(*by_kind)]
+    orders = list(by_kind)
+    if len(kernels) == 1:
+        most = min(-(-batch.decoding // len(by_kind[1])), told["parts"][0])
+        orders = [evenly(by_kind[0], large.parts(by_kind[1], most))]
     tiles = [[tile for item in order for tile in item] for order in orders]
     bundles, keys = (sum(tile[i] for each in tiles for tile in each) for i in range(2))
     of_decoding = batch.decoding * LENGTH * a_key

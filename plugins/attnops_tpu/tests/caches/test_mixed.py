@@ -14,28 +14,43 @@ from attnops.biases import ALiBi, alibi_slopes
 from attnops.masks import Causal
 from attnops_caches import Cache, PagedCache, Rows
 from attnops_tpu.caches import attention, mixed
+from attnops_tpu.caches.parts import Parts
+from attnops_tpu.caches.schedule import ItemSchedule
 from attnops_tpu.generations import target
 from attnops_tpu.interpreter import detect_races
 
 
-def test_large_items_are_evenly_among_small_ones() -> None:
-    program = jax.jit(mixed._order)
+def test_parts_of_large_items_are_evenly_among_small_items() -> None:
+    def program(small: jax.Array, *parts: jax.Array) -> mixed._Order:
+        nothing = jnp.zeros((12,), jnp.int32)
+        return mixed._order(small, Parts(ItemSchedule(*[nothing] * 7), *parts))
 
-    def order(small: int, large: int) -> str:
-        exists = np.arange(7) < small, np.arange(4) < large
-        result = jax.tree.map(np.asarray, program(exists))
-        names = [f"L{i - 7}" if i >= 7 else f"s{i}" for i in result.items[: small + large].tolist()]
-        for name, at in zip(names, range(99), strict=False):
-            assert result.is_large[at] == name.startswith("L")
-            assert result.places[int(result.is_large[at])][at] == int(name[1:])
+    compiled = jax.jit(program)
+
+    def order(small: int, *counts: int) -> str:
+        """The order of so many small items, and of large ones of so many parts each, of 4 that have room for 3."""
+        count = np.array([*counts, *[0] * (4 - len(counts))])[:, None]
+        exists, is_first, is_last = np.arange(3) < count, np.arange(3) == [[0]] * 4, np.arange(3) == count - 1
+        result = jax.tree.map(np.asarray, compiled(np.arange(7) < small, *map(np.ravel, (exists, is_first, is_last))))
+        names = [f"L{(i - 7) // 3}.{(i - 7) % 3}" if i >= 7 else f"s{i}" for i in result.items.tolist()]
+        names = names[: small + sum(counts)]
+        for at, name in enumerate(names):
+            is_large = name.startswith("L")
+            assert result.is_large[at] == is_large
+            assert result.places[is_large][at] == int(name[1:].split(".")[0])
+            part = int(name[-1]) if is_large else -1
+            assert result.part.is_first[at] == (part == 0)
+            assert result.part.is_last[at] == (is_large and part == counts[int(name[1:-2])] - 1)
         assert all(x.min() >= 0 for x in result.places)
         assert all((np.diff(x) >= 0).all() for x in result.places), "blocks are visited in order"
         return " ".join(names)
 
-    assert order(6, 2) == "L0 s0 s1 s2 L1 s3 s4 s5"
-    assert order(1, 4) == "L0 L1 s0 L2 L3"
-    assert order(0, 3) == "L0 L1 L2"
-    assert order(7, 0) == "s0 s1 s2 s3 s4 s5 s6"
+    assert order(6, 1, 1) == "L0.0 s0 s1 s2 L1.0 s3 s4 s5"
+    assert order(6, 2, 1) == "L0.0 s0 s1 L0.1 s2 s3 L1.0 s4 s5"
+    assert order(7, 3, 3) == "L0.0 s0 L0.1 s1 L0.2 s2 s3 L1.0 s4 L1.1 s5 L1.2 s6"
+    assert order(1, 1, 1, 1, 1) == "L0.0 L1.0 s0 L2.0 L3.0"
+    assert order(0, 1, 1, 1) == "L0.0 L1.0 L2.0"
+    assert order(7) == "s0 s1 s2 s3 s4 s5 s6"
 
 
 @pytest.mark.slow
@@ -143,6 +158,39 @@ def test_rows_whose_pool_runs_out_keep_what_fits(monkeypatch: pytest.MonkeyPatch
     assert calls == [1]
     assert after.overflowed.tolist() == [True, True, False, True, True]
     assert after.lengths.tolist() == [72, 8, 34, 40, 0]
+    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for name in ("attention_outputs", "logsumexp"):
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
+
+
+OPTIONS: dict[str, Any] = {
+    "bias": ALiBi(alibi_slopes(4)), "logits_soft_cap": 2.0, "softmax_aux": jnp.array([0.5, -1.0, 2.0, 0.0])
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
+def test_items_in_parts_are_right(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of several tiles of queries and of keys, whose parts have rows with a token between them."""
+    sizes, held = [1, 1, 30, 1, 1, 1, 21, 1, 1, 1], np.array([60, 3, 120, 9, 77, 0, 64, 31, 32, 33])
+    B, counts = len(sizes), list[int]()
+    cache: Cache = PagedCache.create(batch=B, pages=20 * B, page_size=8, max_pages=20, kv_heads=2, head_dim=8,
+                                     dtype=jnp.float32, table=np.arange(20 * B).reshape(B, 20))  # fmt: skip
+    key = jax.random.normal(jax.random.key(0), (B, 120, 2, 8))
+    cache = cache.append(key, -key, held)
+    run = mixed.split
+
+    def split(*given: Any) -> Parts:
+        result, most = run(*given), given[-1]
+        jax.debug.callback(lambda x: counts.extend(x.reshape(-1, most).sum(1).tolist()), result.exists)
+        return result
+
+    monkeypatch.setattr(mixed, "split", split)
+    given = cache, sizes, list(range(B))
+    (got, written), (expected, after) = (_step(name, *given, **options) for name in ("attnops-tpu:flash", "flash"))
+    jax.effects_barrier()
+    assert counts == [4, 3]
     for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(x, y)
     for name in ("attention_outputs", "logsumexp"):

@@ -81,7 +81,7 @@ def _mixed(
     if plan is None:
         return None
     results = run_mixed(plan, of_small[1], of_large[1], (batches[0].exists, batches[1].exists))
-    given = [_outputs(*x) for x in zip(plan, results, batches, strict=True)]
+    given = [_outputs(*x) for x in zip(plan[:2], results, batches, strict=True)]
     return *_joined(batches, given, plan.small.N > 0), _written(cache, results[0])
 
 

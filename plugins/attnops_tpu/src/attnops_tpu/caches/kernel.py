@@ -48,10 +48,27 @@ class Kernel:
     outputs: Outputs | None  # writes outputs in place; None if a step returns a whole tile
 
     def run(self) -> None:
-        """Compute an item."""
+        """Compute an item, or a part of one."""
         core, step = pl.program_id(0), pl.program_id(1)
         pl.when(step == 0)(lambda: self._begin(core))
-        item, state = step * self.plan.cores + core, self.refs.state
+        item, part = step * self.plan.cores + core, self.refs.part
+        if part is None:
+            self._begin_item()
+        else:
+            pl.when(part.is_first)(self._begin_item)
+
+        def body(index: jax.Array, carry: None) -> None:
+            self.stream.step(item, index, self._tile)
+            return carry
+
+        lax.fori_loop(*self.stream.tiles(item), body, None)
+        if part is None:
+            self._end_item(item)
+        else:
+            pl.when(part.is_last)(lambda: self._end_item(item))
+
+    def _begin_item(self) -> None:
+        state = self.refs.state
         if self.refs.packed is not None:
             for head in range(self.plan.K):
                 self.refs.packed.queries[head] = self._given(head)
@@ -63,11 +80,7 @@ class Kernel:
             for head in range(target.shape[0]):
                 target[head] = _to_rows(source[0, head : head + 1])[: self.plan.R]
 
-        def body(index: jax.Array, carry: None) -> None:
-            self.stream.step(item, index, self._tile)
-            return carry
-
-        lax.fori_loop(*self.stream.tiles(item), body, None)
+    def _end_item(self, item: jax.Array) -> None:
         if self.outputs is not None:
             self.outputs.wait_for_last()
         self._finish(item)

@@ -1,7 +1,7 @@
 """Small and large tiles of packed rows in one kernel: keys of small ones are transferred while large ones are computed.
 
-Rows that decode are bound by memory, prompts by products. Large tiles are placed evenly among small ones, and more
-buffers than otherwise hold the keys of those that come after a large tile.
+Rows that decode are bound by memory, prompts by products. Parts of large items are placed evenly among small items, and
+more buffers than otherwise hold the keys of those that come after a part.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attnops.kernels import equally_varying, one_by_one
 from attnops_tpu.caches.item import finish, run_item
 from attnops_tpu.caches.operands import KernelInputs, KernelResults, in_main_memory
+from attnops_tpu.caches.parts import MAX_PARTS, Part, Parts, split
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.prompts import words_of
 from attnops_tpu.caches.references import CacheRefs, memory, references
@@ -45,6 +46,7 @@ class MixedPlan(NamedTuple):
 
     small: CachePlan
     large: CachePlan
+    parts: int  # the most parts of a large item
 
 
 class LargeRefs(NamedTuple):
@@ -61,20 +63,22 @@ class LargeRefs(NamedTuple):
 
 
 class MixedRefs(NamedTuple):
-    """The references of a grid step, which computes a small or a large item."""
+    """The references of a grid step, which computes a small item or a part of a large one."""
 
-    places: tuple[Any, Any]  # int32 [items] each: the small and the large item of a step; its own, and one that is near
-    firsts: tuple[Any, ...]  # int32 [items] each, the first packed queries of these two items if they are read in place
-    is_large: Any  # int32 [items], whether a step's item is large
+    places: tuple[Any, Any]  # int32 [steps] each: the small and the large item of a step; its own, and one that is near
+    firsts: tuple[Any, ...]  # int32 [steps] each, the first packed queries of these two items if they are read in place
+    is_large: Any  # int32 [steps], whether a step's item is large
+    part: Part  # int32 [steps] each, of steps of large items
     small: CacheRefs
     large: LargeRefs
 
 
 class _Order(NamedTuple):
-    """The order of items of both kinds, small ones first if numbered; int32 [items] each."""
+    """The order of small items and of parts of large ones, small items first if numbered; int32 [steps] each."""
 
     items: jax.Array
     is_large: jax.Array
+    part: Part
     places: tuple[jax.Array, jax.Array]
 
 
@@ -86,18 +90,18 @@ def mixed_plan(small: tuple[CachePlan, KernelInputs], large: tuple[CachePlan, Ke
     """
     (plan, inputs), other = small, large[0]
     new = inputs.new
-    words = 3 + len(large[1].values.scalars) + (0 if new is None else 3 + new.blocks.shape[0] // plan.B)
+    words = 5 + len(large[1].values.scalars) + (0 if new is None else 3 + new.blocks.shape[0] // plan.B)
     words += 4 if plan.N else 0
-    shared = words_of(inputs.prompts)
+    parts = min((rows_a_call(1, words, words_of(inputs.prompts)) - plan.B) // other.B, other.nk, MAX_PARTS)
     # Interpreted, tiles of keys of the same given size may be rounded differently.
-    if plan.cores > 1 or plan.bk != other.bk or rows_a_call(1, words, shared) < plan.B + other.B:
+    if plan.cores > 1 or plan.bk != other.bk or parts < 1:
         return None
     if code_of(plan) + code_of(other) > MAX_CODE:
         return None
     tile = sum(plan.K * plan.bk * math.prod(x.shape[3:]) * x.dtype.itemsize for x in inputs.sources)
     buffers = max(min(plan.vmem // _SHARE // tile, _BUFFERS), plan.buffers)
-    both = (dataclasses.replace(x, keys_by_cache_row=True, buffers=buffers) for x in (plan, other))
-    return MixedPlan(*both)
+    plan, other = (dataclasses.replace(x, keys_by_cache_row=True, buffers=buffers) for x in (plan, other))
+    return MixedPlan(plan, other, parts)
 
 
 def code_of(plan: CachePlan) -> float:
@@ -123,12 +127,17 @@ def run_mixed(
 ) -> tuple[KernelResults, KernelResults]:
     """The kernel for all items; ``exists``: which small and which large items do, the first ones."""
     small, large, exists = equally_varying((small, large, exists))
-    order = _order(exists)
-    whole = MixedPlan(*(dataclasses.replace(x, B=plan.small.B + plan.large.B) for x in plan))
+    parts = split(plan.large, large.schedule, exists[1], exists[0].sum(dtype=jnp.int32), plan.parts)
+    order = _order(exists[0], parts)
+    steps = plan.small.B + plan.large.B * plan.parts
+    whole = plan._replace(
+        small=dataclasses.replace(plan.small, B=steps), large=dataclasses.replace(plan.large, B=steps)
+    )
+    large = large._replace(schedule=parts.schedule)
     refs = _references(plan, whole, in_main_memory(plan.small, small), large, order)
     results = iter(call_kernel(
         lambda given: _run_item(whole, given), refs, "attnops_ragged",
-        grid=(1, jnp.maximum(sum(x.sum(dtype=jnp.int32) for x in exists), 1)),
+        grid=(1, jnp.maximum(sum(x.sum(dtype=jnp.int32) for x in (exists[0], parts.exists)), 1)),
         params=pltpu.CompilerParams(
             dimension_semantics=(PARALLEL, ARBITRARY), vmem_limit_bytes=memory(plan.large, refs),
             disable_bounds_checks=not plan.small.bounds_checks,
@@ -142,27 +151,30 @@ def run_mixed(
     return KernelResults(*of_small, sources), KernelResults(*of_large, ())
 
 
-def _order(exists: tuple[jax.Array, jax.Array]) -> _Order:
-    (n, m), (small, large) = (x.shape[0] for x in exists), (x.sum() for x in exists)
-    apart = (small / jnp.maximum(large, 1)).astype(jnp.float32)
-    at = jnp.concatenate([jnp.arange(n, dtype=jnp.float32), jnp.arange(m) * apart - 0.5])
-    items = jnp.argsort(jnp.where(jnp.concatenate(exists), at, jnp.inf)).astype(jnp.int32)
-    is_large = (items >= n).astype(jnp.int32)
-    places = (jnp.maximum(jnp.cumsum(x, dtype=jnp.int32) - 1, 0) for x in (1 - is_large, is_large))
-    return _Order(items, is_large, tuple(places))  # type: ignore[arg-type]
+def _order(small: jax.Array, parts: Parts) -> _Order:
+    """The order of steps; ``small``: which small items exist, bool [n]."""
+    n, number = small.shape[0], jnp.cumsum(parts.exists) - 1
+    apart = (small.sum() / jnp.maximum(number[-1] + 1, 1)).astype(jnp.float32)
+    at = jnp.concatenate([jnp.arange(n, dtype=jnp.float32), number * apart - 0.5])
+    items = jnp.argsort(jnp.where(jnp.concatenate([small, parts.exists]), at, jnp.inf)).astype(jnp.int32)
+    is_large = items >= n
+    part = Part(*(is_large & x[jnp.maximum(items - n, 0)] for x in (parts.is_first, parts.is_last)))
+    places = (jnp.maximum(jnp.cumsum(x, dtype=jnp.int32) - 1, 0) for x in (~is_large, part.is_first))
+    is_large, part = jax.tree.map(lambda x: x.astype(jnp.int32), (is_large, part))
+    return _Order(items, is_large, part, tuple(places))  # type: ignore[arg-type]
 
 
 def _references(
     plan: MixedPlan, whole: MixedPlan, small: KernelInputs, large: KernelInputs, order: _Order
 ) -> MixedRefs:
-    n, m = plan.small.B, plan.large.B
+    n, m = plan.small.B, plan.large.B * plan.parts
 
     def of_small(x: jax.Array) -> jax.Array:
-        """Numbers of small items, each one or several, in the order of all items."""
+        """Numbers of small items, each one or several, in the order of steps."""
         return jnp.pad(x.reshape(n, -1), ((0, m), (0, 0)))[order.items].reshape(-1)
 
     def of_large(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, (n, 0))[order.items]
+        return jnp.pad(jnp.repeat(x, plan.parts), (n, 0))[order.items]
 
     # What is an array by item is one of all; `missing` of a storage without pages is not.
     pairs = zip(small.schedule, large.schedule, strict=True)
@@ -184,7 +196,8 @@ def _references(
     if small.packed is not None and large.packed is not None:
         both = zip((small.packed, large.packed), order.places, strict=True)
         firsts, own = tuple(Prefetched(x.places.first[place]) for x, place in both), own._replace(out=None)
-    return MixedRefs(places, firsts, Prefetched(order.is_large), declared, own)
+    part = Part(*map(Prefetched, order.part))
+    return MixedRefs(places, firsts, Prefetched(order.is_large), part, declared, own)
 
 
 def _run_item(plan: MixedPlan, refs: MixedRefs) -> None:
@@ -193,7 +206,8 @@ def _run_item(plan: MixedPlan, refs: MixedRefs) -> None:
     step = pl.program_id(1)
     is_large = refs.is_large[step] != 0
     small = refs.small._replace(prompts=None)
-    large = small._replace(new=None, **refs.large._asdict())
+    part = Part(*(x[step] != 0 for x in refs.part))
+    large = small._replace(new=None, part=part, **refs.large._asdict())
     if plan.small.N:
         large = large._replace(out=small.out)
     small, large = (x.of_item(place[step]) for x, place in zip((small, large), refs.places, strict=True))

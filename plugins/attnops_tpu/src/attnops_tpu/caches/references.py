@@ -17,6 +17,7 @@ from attnops.kernels import output_like
 from attnops_tpu.caches.in_place import Outputs, PackedRefs, Places, begin_of
 from attnops_tpu.caches.new_tokens import Written
 from attnops_tpu.caches.operands import KernelInputs, rows_by_key
+from attnops_tpu.caches.parts import Part
 from attnops_tpu.caches.plan import CachePlan
 from attnops_tpu.caches.prompts import Prompts, sizes
 from attnops_tpu.caches.schedule import ItemSchedule
@@ -87,6 +88,8 @@ class CacheRefs(NamedTuple):
     piece_arrived: Any  # semaphores [2], one for each piece of ``pages``
     missing: MissingRefs | None  # what masks missing pages; None without pages
     written: Any  # a semaphore [1]; None for a call that writes none
+    # which part of its item a grid step computes, in scalar registers; None for all of it, and in a declaration
+    part: Part | None = None
 
     def of_item(self, item: jax.Array) -> CacheRefs:
         """The references of the grid step of an item."""

@@ -11,16 +11,16 @@ with its masked tiles and what is around the loop, for 512 × 512 visible scores
 peak" the products of visible scores as a share of the published peak; "code" the bundles of all code.
 
 A mixed batch is packed: rows that decode a token at a length of 4,096, and one with a chunk of a prompt at the end of
-as many tokens, or of its own, new tokens included. Its kernels are added up item by item. "with memory" simulates the
-transfers of keys and values: they follow one another, that of a tile starts when the tile that is ``buffers - 1``
-before it is computed, and a tile is computed when it has arrived; what is not simulated is the latency of memory.
-Peers decode and prefill in two kernels: the first needs the cycles of its keys and values, since all peers' R in
-`tpu_decode.py` is below 1, and that of `tpu_prefill_peers` the larger of its bundles and of such cycles. The writes of
-the prompt's new tokens are in both: of attnops-tpu, whose first step makes them, "writes" is the larger of the bundles
-of their chunks and of the cycles of each token read and written once, and is added; of peers, which write while they
-compute, such cycles are added to those of keys. "outside" are the cycles of what the program moves outside of the
-kernels, such as gathered queries; of peers, what the prompt's program does. "ours" is of all together. Needs Linux on
-x86 and ``pip install attnops-tpu[aot] rich typer``.
+as many tokens, or of its own, new tokens included. Its kernels are added up item by item, of `attnops-tpu` part by
+part. "with memory" simulates the transfers of keys and values: they follow one another, that of a tile starts when the
+tile that is ``buffers - 1`` before it is computed, and a tile is computed when it has arrived; what is not simulated
+is the latency of memory. Peers decode and prefill in two kernels: the first needs the cycles of its keys and values,
+since all peers' R in `tpu_decode.py` is below 1, and that of `tpu_prefill_peers` the larger of its bundles and of such
+cycles. The writes of the prompt's new tokens are in both: of attnops-tpu, whose first step makes them, "writes" is the
+larger of the bundles of their chunks and of the cycles of each token read and written once, and is added; of peers,
+which write while they compute, such cycles are added to those of keys. "outside" are the cycles of what the program
+moves outside of the kernels, such as new tokens; of peers, what the prompt's program does, whose "temporaries" are
+theirs. "ours" is of all together. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 from tpu_decode import BYTES, KERNEL, loop, outermost, print_lines
 from tpu_kernels import PEAK, run
-from tpu_prefill_peers import Prompt, Tile, prompts
+from tpu_prefill_peers import Prompt, Shape, Tile, prompts
 
 from attnops_tpu.aot import devices
 from attnops_tpu.schedule import Schedule, Span, measure
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+HEADS, KV_HEADS = 32, 8
 LENGTH: Final = 4096
 SLOTS: Final = 1 << 15  # of the cache, which is larger than vector memory
 # Decoding rows, and queries of the prompt.
@@ -58,12 +58,14 @@ class Batch(NamedTuple):
         queries: of the row with a prompt.
         decoding: rows with one query; packed with the prompt unless there are none.
         codec: what the cache is quantised to; empty for bfloat16.
+        head_dim: D.
     """
 
     page: int
     queries: int
     decoding: int = 0
     codec: str = ""
+    head_dim: int = 128
 
 
 class Parts(NamedTuple):
@@ -176,8 +178,8 @@ def child(batch: Batch, generation: str) -> None:
     slots = max(SLOTS // rows, 2 * LENGTH)
     cache = jax.eval_shape(
         lambda: PagedCache.create(batch=rows, pages=rows * slots // batch.page, page_size=batch.page,
-                                  max_pages=slots // batch.page, kv_heads=KV_HEADS, head_dim=HEAD_DIM,
-                                  codec=Quantized(batch.codec) if batch.codec else None, width=2 * HEAD_DIM)
+                                  max_pages=slots // batch.page, kv_heads=KV_HEADS, head_dim=batch.head_dim,
+                                  codec=Quantized(batch.codec) if batch.codec else None, width=2 * batch.head_dim)
     )  # fmt: skip
     metadata = OperationMetadata(platform="tpu", on_unsupported="error")
     operation = OperationRegistry.create("attnops-tpu:flash", metadata)
@@ -191,8 +193,8 @@ def child(batch: Batch, generation: str) -> None:
 
     place = jax.sharding.SingleDeviceSharding(devices(generation)[0])
     shapes = (
-        ((1, N, HEADS, HEAD_DIM), jnp.bfloat16),
-        ((1, N, KV_HEADS, HEAD_DIM), jnp.bfloat16),
+        ((1, N, HEADS, batch.head_dim), jnp.bfloat16),
+        ((1, N, KV_HEADS, batch.head_dim), jnp.bfloat16),
         ((rows + 1,), jnp.int32),
     )
     query, key, starts = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
@@ -286,13 +288,13 @@ def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool)
         steady = parts.plain * 512**2 / (HEADS * parts.bq * parts.bk)
         kernels = {"attnops-tpu": Prompt(tile, parts.bundles(n, length), parts.keys(n, length), steady)}
         if with_peers and not batch.codec:
-            kernels |= prompts(generation, n, length)
+            kernels |= prompts(generation, n, length, Shape(HEADS, KV_HEADS, batch.head_dim))
         visible = HEADS * (n * (length - n) + n * (n + 1) / 2)
         for name, x in kernels.items():
             yield {
                 "TPU": generation, **batch._asdict(), "length": length, "kernel": name,
                 "tile": f"{x.tile.bq} × {x.tile.bk}", "bundles": x.steady, "whole": x.bundles * 512**2 / visible,
-                "of peak": 4 * HEAD_DIM * visible / x.bundles / PEAK[generation], "reads": x.reads / length,
+                "of peak": 4 * batch.head_dim * visible / x.bundles / PEAK[generation], "reads": x.reads / length,
                 "ours": kernels["attnops-tpu"].bundles / x.bundles,
             } | ({"code": told["code"]} if name == "attnops-tpu" else {})  # fmt: skip
 
@@ -300,7 +302,7 @@ def prefill(batch: Batch, generation: str, lengths: list[int], with_peers: bool)
 def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str, Any]]:
     """Lines of the table of mixed batches, in thousands of bundles or cycles."""
     kernels, told = measured(batch, generation)
-    a_key = (1 if batch.codec else 2) * 2 * KV_HEADS * HEAD_DIM / BYTES[generation]
+    a_key = (1 if batch.codec else 2) * 2 * KV_HEADS * batch.head_dim / BYTES[generation]
     length = max(LENGTH, batch.queries)
     small, large = (parts for kernel in kernels for parts in kernel)
     by_kind = small.items(1) * batch.decoding, large.items(batch.queries, length)
@@ -321,12 +323,14 @@ def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str,
         "with memory": total / 1e3, "outside": told["outside"] / BYTES[generation] / 1e3,
         "temporaries MB": told["temporaries"] / 1e6, "ours": 1.0,
     }]  # fmt: skip
-    for name, x in prompts(generation, batch.queries, length).items() if with_peers else ():
+    shape = Shape(HEADS, KV_HEADS, batch.head_dim)
+    for name, x in prompts(generation, batch.queries, length, shape).items() if with_peers else ():
         memory = x.reads * a_key + moved
         with_memory = of_decoding + max(x.bundles, memory)
         lines.append({
             "kernel": name, "tiles": f"{x.tile.bq} × {x.tile.bk}", "memory": (of_decoding + memory) / 1e3,
             "with memory": with_memory / 1e3, "outside": x.outside / BYTES[generation] / 1e3,
+            "temporaries MB": x.temporaries / 1e6,
             "ours": (total + told["outside"] / BYTES[generation]) / (with_memory + x.outside / BYTES[generation]),
         })  # fmt: skip
     yield from ({"TPU": generation, **batch._asdict(), **line} for line in lines)
@@ -345,15 +349,16 @@ def main(
     queries: Annotated[list[int], typer.Option(help="512 and 2,048, and all mixed batches.")] = [],  # noqa: B006
     length: Annotated[list[int], typer.Option(help="Tokens at whose end the prompt is.")] = [LENGTH],  # noqa: B006
     codec: Annotated[list[str], typer.Option(help="int8, float8_e4m3fn or float8_e5m2, scales by token")] = [""],  # noqa: B006
+    head_dim: Annotated[int, typer.Option()] = 128,
     is_mixed: Annotated[bool, typer.Option("--mixed", help="Mixed batches, in pages of 128.")] = False,
     with_peers: Annotated[bool, typer.Option("--peers", help="Other libraries' kernels too, in pages of 128.")] = False,
 ) -> None:  # fmt: skip
     """Print bundles of prompts, or of mixed batches."""
     if is_mixed:
-        batches = [mixed(Batch(128, q, n), each, with_peers) for each in generation for n, q in MIXED
+        batches = [mixed(Batch(128, q, n, head_dim=head_dim), each, with_peers) for each in generation for n, q in MIXED
                    if not queries or q in queries]  # fmt: skip
     else:
-        batches = [prefill(Batch(p, q, codec=c), each, length, with_peers) for each in generation for c in codec
+        batches = [prefill(Batch(p, q, 0, c, head_dim), each, length, with_peers) for each in generation for c in codec
                    for q in queries or [512, 2048] for p in page]  # fmt: skip
     print_lines([line for lines in batches for line in lines])
 

@@ -69,6 +69,7 @@ class Prompt(NamedTuple):
         reads: tokens that it reads.
         steady: bundles for 512 × 512 scores that nothing is masked of.
         outside: bytes that its program moves outside of the kernel, in proportion to the queries.
+        temporaries: bytes that its program has besides arguments and results, in proportion to the queries.
     """
 
     tile: Tile
@@ -76,6 +77,7 @@ class Prompt(NamedTuple):
     reads: int
     steady: float
     outside: float = 0.0
+    temporaries: float = 0.0
 
 
 def _rpa_v3(generation: str, queries: int, shape: Shape) -> tuple[Callable[..., Any], tuple[Any, ...], Tile]:
@@ -194,20 +196,20 @@ COUNTS: Final = {"RPA v3": _rpa_v3_bundles, "flywheel": _flywheel_bundles, "batc
 
 
 @functools.cache
-def _compiled(name: str, generation: str, queries: int, shape: Shape) -> tuple[Schedule, Tile, int]:
+def _compiled(name: str, generation: str, queries: int, shape: Shape) -> tuple[Schedule, Tile, int, int]:
     command = [str(Path(__file__).resolve()), json.dumps([name, generation, queries, shape])]
     # Compiled twice, since a dump of the whole program multiplies the compiler's time.
-    kernel, tile, outside = run(command)
-    return measure(command, only=kernel)[0], Tile(*tile), outside
+    kernel, tile, outside, temporaries = run(command)
+    return measure(command, only=kernel)[0], Tile(*tile), outside, temporaries
 
 
-def prompts(generation: str, queries: int, context: int) -> dict[str, Prompt]:
+def prompts(generation: str, queries: int, context: int, shape: Shape = LLAMA) -> dict[str, Prompt]:
     """`prompt` of each library whose kernel the compiler takes."""
     result = {}
     for name in PEERS:
         try:
             compiled = min(queries, SAME_FROM[name])
-            result[name] = prompt(name, generation, queries, context, compiled=compiled)
+            result[name] = prompt(name, generation, queries, context, shape, compiled)
         except RuntimeError as error:
             if not any(refusal in str(error) for refusal in REFUSALS):
                 raise
@@ -226,18 +228,21 @@ def prompt(name: str, generation: str, queries: int, context: int, shape: Shape 
         compiled: queries for which the kernel is compiled, if its code is the same; 0 for as many as the prompt has.
     """
     compiled = compiled or queries
-    schedule, tile, outside = _compiled(name, generation, compiled, shape)
+    schedule, tile, *of_program = _compiled(name, generation, compiled, shape)
     ends = [min(first + tile.bq, context) for first in range(context - queries, context, tile.bq)]
     blocks = [(-(-end // tile.bk), -(-end // tile.keys)) for end in ends]
     whole, block = COUNTS[name](schedule, tile, blocks, shape.kv_heads)
     steady = block * 512**2 / (shape.heads * tile.bq * tile.bk)
-    return Prompt(tile, whole, sum(ends), steady, outside * queries / compiled)
+    outside, temporaries = (x * queries / compiled for x in of_program)
+    return Prompt(tile, whole, sum(ends), steady, outside, temporaries)
 
 
 if __name__ == "__main__":
     peer, of_generation, of_queries, of_shape = json.loads(sys.argv[1])
     heads = Shape(*of_shape[:3], tuple(of_shape[3]))
     function, given_arguments, of_tile = PEERS[peer][1](of_generation, of_queries, heads)
-    program = compile_for(function, given_arguments, of_generation, donated=(3,)).as_text() or ""  # the pages
+    program_of_peer = compile_for(function, given_arguments, of_generation, donated=(3,))  # the pages
+    program = program_of_peer.as_text() or ""
     (kernel,) = re.findall(rf"%({PEERS[peer][0]}[\w.\-]*) = [^\n]*" + re.escape(CALL), program)
-    print(json.dumps([kernel, of_tile, outside_bytes(program)]))
+    temporary = program_of_peer.memory_analysis().temp_size_in_bytes
+    print(json.dumps([kernel, of_tile, outside_bytes(program), temporary]))

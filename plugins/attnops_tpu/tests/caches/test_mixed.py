@@ -165,7 +165,7 @@ def test_rows_whose_pool_runs_out_keep_what_fits(monkeypatch: pytest.MonkeyPatch
 
 
 OPTIONS: dict[str, Any] = {
-    "bias": ALiBi(alibi_slopes(4)), "logits_soft_cap": 2.0, "softmax_aux": jnp.array([0.5, -1.0, 2.0, 0.0])
+    "bias": ALiBi(alibi_slopes(4)), "logits_soft_cap": 2.0, "sinks": jnp.array([0.5, -1.0, 2.0, 0.0])
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ FLYWHEEL, BATCHED = 1024, 4
 # Errors by which a kernel refuses a dtype, or the compiler a block size. Others stop the run: an interface has changed.
 REFUSALS: Final = ("RESOURCE_EXHAUSTED", "xceeded", "Ran out of memory", "Register allocation failed",
                    "Expected kv quantization", "to be a floating point", "Not implemented", "not supported",
-                   "must be divisible", "Mosaic failed to compile")  # fmt: skip
+                   "must be divisible", "must be a multiple of", "Mosaic failed to compile")  # fmt: skip
 # Shorter branches are not taken for every block.
 _SHORT: Final = 64
 

@@ -20,7 +20,10 @@ cycles. The writes of the prompt's new tokens are in both: of attnops-tpu, whose
 larger of the bundles of their chunks and of the cycles of each token read and written once, and is added; of peers,
 which write while they compute, such cycles are added to those of keys. "outside" are the cycles of what the program
 moves outside of the kernels, such as new tokens; of peers, what the prompt's program does, whose "temporaries" are
-theirs. "ours" is of all together. Needs Linux on x86 and ``pip install attnops-tpu[aot] rich typer``.
+theirs. "ours" is of all together. "XLA" is what the compiler itself estimates for all outside of the kernels: it
+counts some 2,000 cycles for each operation, however small. Of `attnops-tpu` most are of the rows' lengths and tables,
+which layers share if their caches have the same arrays for these. Needs Linux on x86 and ``pip install attnops-
+tpu[aot] rich typer``.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
+from tpu_block import estimated_cycles
 from tpu_decode import BYTES, KERNEL, loop, outermost, print_lines
 from tpu_kernels import PEAK, run
-from tpu_prefill_peers import Prompt, Shape, Tile, prompts
+from tpu_prefill_peers import Prompt, Shape, Tile, program, prompts
 
 from attnops_tpu.aot import devices
 from attnops_tpu.schedule import Schedule, Span, measure
@@ -174,7 +178,8 @@ def child(batch: Batch, generation: str) -> None:
         return call
 
     attention._run, attention.run_mixed = told(attention._run), told(attention.run_mixed)
-    rows, N = batch.decoding + 1, batch.decoding + batch.queries
+    # Whole registers of queries, as those of peers' prompts are.
+    rows, N = batch.decoding + 1, -(-(batch.decoding + batch.queries) // 16) * 16
     slots = max(SLOTS // rows, 2 * LENGTH)
     cache = jax.eval_shape(
         lambda: PagedCache.create(batch=rows, pages=rows * slots // batch.page, page_size=batch.page,
@@ -204,8 +209,8 @@ def child(batch: Batch, generation: str) -> None:
     compiled, program = scheduled(lowered, generation)
     names = re.findall(rf"%({KERNEL}[\w.\-]*) = [^\n]*" + re.escape(CALL), program)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
-    outside = outside_bytes(program)
-    print(json.dumps({"names": names, "plans": plans, "parts": parts, "chunk": chunks[0], "outside": outside,
+    print(json.dumps({"names": names, "plans": plans, "parts": parts, "chunk": chunks[0],
+                      "outside": outside_bytes(program), "estimate": estimated_cycles(program),
                       "temporaries": temporaries}))  # fmt: skip
 
 
@@ -321,17 +326,18 @@ def mixed(batch: Batch, generation: str, with_peers: bool) -> Iterator[dict[str,
         "kernel": "attnops-tpu", "tiles": ", ".join(f"{x.bq} × {x.bk}" for x in (small, large)),
         "code": told["code"], "bundles": bundles / 1e3, "memory": keys * a_key / 1e3, "writes": writes / 1e3,
         "with memory": total / 1e3, "outside": told["outside"] / BYTES[generation] / 1e3,
-        "temporaries MB": told["temporaries"] / 1e6, "ours": 1.0,
+        "XLA": told["estimate"] / 1e3, "temporaries MB": told["temporaries"] / 1e6, "ours": 1.0,
     }]  # fmt: skip
     shape = Shape(HEADS, KV_HEADS, batch.head_dim)
     for name, x in prompts(generation, batch.queries, length, shape).items() if with_peers else ():
         memory = x.reads * a_key + moved
         with_memory = of_decoding + max(x.bundles, memory)
+        outside, estimate, temporaries = program(name, generation, batch.queries, shape)
         lines.append({
             "kernel": name, "tiles": f"{x.tile.bq} × {x.tile.bk}", "memory": (of_decoding + memory) / 1e3,
-            "with memory": with_memory / 1e3, "outside": x.outside / BYTES[generation] / 1e3,
-            "temporaries MB": x.temporaries / 1e6,
-            "ours": (total + told["outside"] / BYTES[generation]) / (with_memory + x.outside / BYTES[generation]),
+            "with memory": with_memory / 1e3, "outside": outside / BYTES[generation] / 1e3, "XLA": estimate / 1e3,
+            "temporaries MB": temporaries / 1e6,
+            "ours": (total + told["outside"] / BYTES[generation]) / (with_memory + outside / BYTES[generation]),
         })  # fmt: skip
     yield from ({"TPU": generation, **batch._asdict(), **line} for line in lines)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import tpu_flywheel
+from tpu_block import estimated_cycles
 from tpu_decode_peers import REFUSALS, arrays, peer_loop, rpa_v3_module
 from tpu_kernels import run
 
@@ -29,6 +30,7 @@ from attnops_tpu.memory import outside_bytes
 from attnops_tpu.schedule import Schedule, measure
 
 PAGE: Final = 128
+LANES: Final = 128
 # Slots of the row, whose pages are more than vector memory.
 SLOTS: Final = 1 << 15
 
@@ -68,16 +70,26 @@ class Prompt(NamedTuple):
         bundles: of the whole prompt.
         reads: tokens that it reads.
         steady: bundles for 512 × 512 scores that nothing is masked of.
-        outside: bytes that its program moves outside of the kernel, in proportion to the queries.
-        temporaries: bytes that its program has besides arguments and results, in proportion to the queries.
     """
 
     tile: Tile
     bundles: float
     reads: int
     steady: float
-    outside: float = 0.0
-    temporaries: float = 0.0
+
+
+class Program(NamedTuple):
+    """The compiled program that has the kernel of a library for one prompt.
+
+    Attributes:
+        outside: bytes that it moves outside of the kernel.
+        estimate: the cycles that XLA estimates for what is outside of the kernel.
+        temporaries: bytes that it has besides arguments and results.
+    """
+
+    outside: int
+    estimate: int
+    temporaries: int
 
 
 def _rpa_v3(generation: str, queries: int, shape: Shape) -> tuple[Callable[..., Any], tuple[Any, ...], Tile]:
@@ -134,7 +146,7 @@ def _batched(generation: str, queries: int, shape: Shape) -> tuple[Callable[...,
     from tokamax._src.ops.batched_rpa.kernel import configs, wrapper
 
     floats, ints = arrays()
-    M = SLOTS // PAGE
+    M, lanes = SLOTS // PAGE, -(-D // LANES) * LANES
     # One prompt fills no batch of two.
     sizes = configs.BlockSizes(bq_sz=BATCHED[0], bq_c_sz=BATCHED[0], bkv_sz=BATCHED[1], batch_size=1, n_buffer=2)
 
@@ -142,7 +154,7 @@ def _batched(generation: str, queries: int, shape: Shape) -> tuple[Callable[...,
         return wrapper.ragged_paged_attention(*args, sm_scale=D**-0.5, prefill_block_sizes=sizes)
 
     new = floats(queries, K, D)
-    pages = floats(M, PAGE, 2 * K, D)
+    pages = floats(M, PAGE, 2 * K, lanes)
     query = floats(queries, H, D)
     return run, (query, new, new, pages, ints(1), ints(M), ints(2), ints(3)), Tile(*BATCHED, BATCHED[1])
 
@@ -196,11 +208,26 @@ COUNTS: Final = {"RPA v3": _rpa_v3_bundles, "flywheel": _flywheel_bundles, "batc
 
 
 @functools.cache
-def _compiled(name: str, generation: str, queries: int, shape: Shape) -> tuple[Schedule, Tile, int, int]:
-    command = [str(Path(__file__).resolve()), json.dumps([name, generation, queries, shape])]
+def _told(name: str, generation: str, queries: int, shape: Shape) -> tuple[str, Tile, Program]:
+    """What a process prints that compiles a program: the kernel's name, its tile, and the program."""
+    kernel, tile, program = run(_command(name, generation, queries, shape))
+    return kernel, Tile(*tile), Program(*program)
+
+
+def _command(name: str, generation: str, queries: int, shape: Shape) -> list[str]:
+    return [str(Path(__file__).resolve()), json.dumps([name, generation, queries, shape])]
+
+
+@functools.cache
+def _compiled(name: str, generation: str, queries: int, shape: Shape) -> tuple[Schedule, Tile]:
     # Compiled twice, since a dump of the whole program multiplies the compiler's time.
-    kernel, tile, outside, temporaries = run(command)
-    return measure(command, only=kernel)[0], Tile(*tile), outside, temporaries
+    kernel, tile, _ = _told(name, generation, queries, shape)
+    return measure(_command(name, generation, queries, shape), only=kernel)[0], tile
+
+
+def program(name: str, generation: str, queries: int, shape: Shape = LLAMA) -> Program:
+    """The program of a library for a prompt."""
+    return _told(name, generation, queries, shape)[2]
 
 
 def prompts(generation: str, queries: int, context: int, shape: Shape = LLAMA) -> dict[str, Prompt]:
@@ -228,21 +255,20 @@ def prompt(name: str, generation: str, queries: int, context: int, shape: Shape 
         compiled: queries for which the kernel is compiled, if its code is the same; 0 for as many as the prompt has.
     """
     compiled = compiled or queries
-    schedule, tile, *of_program = _compiled(name, generation, compiled, shape)
+    schedule, tile = _compiled(name, generation, compiled, shape)
     ends = [min(first + tile.bq, context) for first in range(context - queries, context, tile.bq)]
     blocks = [(-(-end // tile.bk), -(-end // tile.keys)) for end in ends]
     whole, block = COUNTS[name](schedule, tile, blocks, shape.kv_heads)
     steady = block * 512**2 / (shape.heads * tile.bq * tile.bk)
-    outside, temporaries = (x * queries / compiled for x in of_program)
-    return Prompt(tile, whole, sum(ends), steady, outside, temporaries)
+    return Prompt(tile, whole, sum(ends), steady)
 
 
 if __name__ == "__main__":
     peer, of_generation, of_queries, of_shape = json.loads(sys.argv[1])
     heads = Shape(*of_shape[:3], tuple(of_shape[3]))
     function, given_arguments, of_tile = PEERS[peer][1](of_generation, of_queries, heads)
-    program_of_peer = compile_for(function, given_arguments, of_generation, donated=(3,))  # the pages
-    program = program_of_peer.as_text() or ""
-    (kernel,) = re.findall(rf"%({PEERS[peer][0]}[\w.\-]*) = [^\n]*" + re.escape(CALL), program)
-    temporary = program_of_peer.memory_analysis().temp_size_in_bytes
-    print(json.dumps([kernel, of_tile, outside_bytes(program), temporary]))
+    result = compile_for(function, given_arguments, of_generation, donated=(3,))  # the pages
+    text = result.as_text() or ""
+    (kernel,) = re.findall(rf"%({PEERS[peer][0]}[\w.\-]*) = [^\n]*" + re.escape(CALL), text)
+    temporaries = result.memory_analysis().temp_size_in_bytes
+    print(json.dumps([kernel, of_tile, [outside_bytes(text), estimated_cycles(text), temporaries]]))

@@ -123,9 +123,9 @@ def test_the_estimate_of_code_is_near_what_the_compiler_makes(
     assert counted <= codes[0] <= 1.1 * counted
 
 
-def _step(backend: str, cache: Cache, sizes: list[int], of_row: list[int], **options: Any) -> Any:
+def _step(backend: str, cache: Cache, sizes: list[int], of_row: list[int], H: int = 4, **options: Any) -> Any:
     """A packed step of runs of so many tokens, with padding before the first and after the last."""
-    H, D, N = 4, cache.head_dim, sum(sizes) + 5
+    D, N = cache.head_dim, sum(sizes) + 5
     random = np.random.default_rng(7)
     query, key = (jnp.asarray(random.normal(size=(1, N, heads, D)), cache.dtype) for heads in (H, cache.kv_heads))
     rows = Rows(jnp.asarray(2 + np.cumsum([0, *sizes]), jnp.int32), jnp.asarray(of_row, jnp.int32))
@@ -170,9 +170,11 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "all"])
+@pytest.mark.parametrize("options", [{}, OPTIONS, {"H": 6}], ids=["plain", "all", "gathered"])
 def test_items_in_parts_are_right(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two prompts of several tiles of queries and of keys, whose parts have rows with a token between them."""
+    """Two prompts of several tiles of keys, whose parts have rows with a token between them; 3 query heads per kv head
+    are gathered.
+    """
     sizes, held = [1, 1, 30, 1, 1, 1, 21, 1, 1, 1], np.array([60, 3, 120, 9, 77, 0, 64, 31, 32, 33])
     B, counts = len(sizes), list[int]()
     cache: Cache = PagedCache.create(batch=B, pages=20 * B, page_size=8, max_pages=20, kv_heads=2, head_dim=8,
@@ -195,6 +197,22 @@ def test_items_in_parts_are_right(options: dict[str, Any], monkeypatch: pytest.M
         np.testing.assert_array_equal(x, y)
     for name in ("attention_outputs", "logsumexp"):
         np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_mixed_batches_are_traced_where_x64_is_on() -> None:
+    def traced(query: jax.Array, starts: jax.Array) -> Any:
+        cache = PagedCache.create(batch=6, pages=72, page_size=8, max_pages=12, kv_heads=2, head_dim=8,
+                                  dtype=jnp.float32)  # fmt: skip
+        key, rows = query[..., :2, :], Rows(starts, jnp.arange(6, dtype=jnp.int32))
+        return operation.step(query, key, key, cache, mask=Causal(), rows=rows)
+
+    metadata = OperationMetadata(platform="tpu", interpret=True, on_unsupported="error", block_k=32)
+    operation = OperationRegistry.create("attnops-tpu:flash", metadata)
+    given = jax.ShapeDtypeStruct((1, 48, 4, 8), jnp.float32), jax.ShapeDtypeStruct((7,), jnp.int32)
+    with jax.enable_x64(True), target("v6e"):
+        output, cache = jax.eval_shape(traced, *given)
+    assert (output.attention_outputs.dtype, cache.lengths.dtype) == (jnp.float32, jnp.int32)
 
 
 @pytest.mark.slow

@@ -50,17 +50,19 @@ def test_chunks_have_each_new_token_once(name: str, cache_plan: Callable[..., Ca
     made = jax.jit(lambda new: prompts(plan, new, base, arrays))(NewTokens({"key": x}, first, size, blocks, starts))
     chunk, (group,), _ = sizes(plan, list(arrays.values()))
     assert (chunk, made.tokens[0].shape[2] % group) == (8, 0)
-    count, tokens = int(made.count[0]), np.asarray(made.tokens[0])
+    count, tokens, moved = int(made.count[0]), np.asarray(made.tokens[0]), chunk + group
     assert count <= most_chunks(T, 4, starts is not None, chunk) == made.token.shape[0]
     written: dict[tuple[int, int], Any] = {}
     for i in range(count):
-        begin = int(made.token[i]) // group * group
-        assert 0 <= begin <= tokens.shape[2] - chunk - group
+        token = int(made.token[i])
+        begin = min(max(token, 0) // group * group, tokens.shape[2] - moved)
+        assert begin >= 0
         assert made.slot[i] % chunk == 0
         for slot in range(int(made.first[i]), int(made.stop[i])):
             at = int(made.block[i]), int(made.slot[i]) + slot
             assert at not in written
-            written[at] = tokens[int(made.batch[i]), 0, int(made.token[i]) + slot, 0]
+            assert begin <= token + slot < begin + moved
+            written[at] = tokens[int(made.batch[i]), 0, token + slot, 0]
     wanted = {}
     for row in range(4):
         for index in range(size[row]):

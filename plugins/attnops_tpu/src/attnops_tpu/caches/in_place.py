@@ -62,7 +62,9 @@ def begin_of(first: jax.Array, N: int, bq: int) -> jax.Array:
 
 def packed_arrays(plan: CachePlan, first: jax.Array, count: jax.Array) -> PackedArrays:
     """`PackedArrays` of a call before anything is computed; ``first`` and ``count``: of tiles, int32 [B]."""
-    out = jnp.zeros((plan.N, plan.K, plan.G, plan.value_lanes), plan.out_dtype)
+    # Written as [N, H, value_lanes], whose registers are whole.
+    out = lax.optimization_barrier(jnp.zeros((plan.N, plan.H, plan.value_lanes), plan.out_dtype))
+    out = out.reshape(plan.N, plan.K, plan.G, plan.value_lanes)
     return PackedArrays(Places(*(jnp.pad(x, (0, plan.items - plan.B)) for x in (first, count))), out)
 
 

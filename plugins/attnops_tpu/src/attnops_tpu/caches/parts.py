@@ -51,7 +51,7 @@ def split(plan: CachePlan, schedule: ItemSchedule, exists: jax.Array, others: ja
     first, stop = schedule.first[:B, None], schedule.stop[:B, None]
     tile = first // units
     tiles = jnp.where(stop > first, -(-stop // units) - tile, 0)
-    each = -(-others // jnp.maximum(exists.sum(), 1))
+    each = -(-others // jnp.maximum(exists.sum(dtype=jnp.int32), 1))
     count = jnp.clip(jnp.minimum(tiles, each), 1, most)
     # The tiles between parts, counted from the item's first.
     number = np.arange(most + 1, dtype=np.int32)

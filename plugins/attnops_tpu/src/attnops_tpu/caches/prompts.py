@@ -33,12 +33,13 @@ class Prompts(NamedTuple):
 
     count: Any  # how many chunks there are, int32 [1]; the following are int32 [chunks] each
     batch: Any  # the row of ``tokens``
-    token: Any  # the token that belongs to a chunk's first slot
+    token: Any  # the token that belongs to a chunk's first slot; negative if that is before the first token
     first: Any  # the first slot of a chunk that has a new token
     stop: Any  # the slot after the last
     block: Any  # the block of a chunk
     slot: Any  # the chunk's first slot in its block
-    # tokens as they are stored [rows, K, n, d], and scales [rows, K, n]; packed rows are one
+    # tokens as they are stored [rows, K, n, d], and scales [rows, K, n]; packed rows are one; n is whole groups, and at
+    # least those of a transfer
     tokens: tuple[Any, ...]
 
 
@@ -85,9 +86,8 @@ def prompts(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapp
     tokens = []
     for (name, array), group in zip(blocks.items(), groups, strict=True):
         x = lax.bitcast_convert_type(new.tokens[name], array.dtype)
-        # A chunk may begin before its row's first token, and transfers move whole groups.
-        around = [(0, 0), (0, 0), (chunk, chunk + group + -x.shape[2] % group), (0, 0)]
-        tokens.append(jnp.pad(x, around[: x.ndim]))
+        n = max(x.shape[2] + -x.shape[2] % group, chunk + group)
+        tokens.append(jnp.pad(x, [(0, 0), (0, 0), (0, n - x.shape[2]), (0, 0)][: x.ndim]))
     T, rows, is_packed = new.tokens["key"].shape[2], new.first.shape[0], new.starts is not None
     stop = new.first + new.size
     each = jnp.where(new.size > 0, -(-stop // chunk) - new.first // chunk, 0)
@@ -100,7 +100,7 @@ def prompts(plan: CachePlan, new: NewTokens, base: jax.Array | int, blocks: Mapp
     return Prompts(
         count=ends[-1:],
         batch=jnp.zeros_like(row) if is_packed else row,
-        token=begin - first + chunk + (0 if new.starts is None else new.starts[row]),
+        token=begin - first + (0 if new.starts is None else new.starts[row]),
         first=jnp.maximum(first - begin, 0),
         stop=jnp.minimum(stop[row] - begin, chunk),
         block=(new.blocks + base)[row, jnp.clip(place, 0, new.blocks.shape[1] - 1)].astype(jnp.int32),

@@ -50,7 +50,8 @@ class PromptWriter:
 
             self._read(i, _wait)
             for array, (tokens, old) in enumerate(zip(self.own.tokens, self.own.old, strict=True)):
-                (self._merge_scales if array >= self.plan.token_arrays else self._merge)(i, tokens, old)
+                merge = self._merge_scales if array >= self.plan.token_arrays else self._merge
+                merge(i, self._shift(i, array), tokens, old)
             _start(self._writes(i))
 
         _each(np.int32(0), jnp.minimum(count, ahead), lambda i: self._read(i, _start))
@@ -66,10 +67,8 @@ class PromptWriter:
         at, arrived = self._at(i), self.own.read.at[self._at(i)]
 
         def tokens() -> Iterator[Any]:
-            for new, tokens, old in zip(self.new.tokens, self.own.tokens, self.own.old, strict=True):
-                size, group = tokens.shape[2], tokens.shape[2] - old.shape[2]
-                first = pl.multiple_of(lax.div(self.new.token[i], np.int32(group)) * group, group)
-                source = new.at[self.new.batch[i], :, pl.ds(first, size)]
+            for array, (new, tokens) in enumerate(zip(self.new.tokens, self.own.tokens, strict=True)):
+                source = new.at[self.new.batch[i], :, pl.ds(self._begin(i, array), tokens.shape[2])]
                 yield pltpu.make_async_copy(source, tokens.at[at], arrived)
 
         def held() -> Iterator[Any]:
@@ -78,6 +77,21 @@ class PromptWriter:
 
         do(tokens())
         pl.when((self.new.first[i] > 0) | (self.new.stop[i] < self.own.old[0].shape[2]))(lambda: do(held()))
+
+    def _begin(self, i: jax.Array, array: int) -> jax.Array:
+        """The token with which the transfer of a chunk begins: that of its first slot, or of the group's first.
+
+        Where the array begins later or would end before the transfer does, it is the nearest one with which it does not.
+        """
+        size, n = self.own.tokens[array].shape[2], self.new.tokens[array].shape[2]
+        group = np.int32(size - self.own.old[array].shape[2])
+        first = lax.div(jnp.maximum(self.new.token[i], 0), group) * group
+        return pl.multiple_of(jnp.minimum(first, n - size), int(group))
+
+    def _shift(self, i: jax.Array, array: int) -> jax.Array:
+        """By how much the tokens of a transfer are moved to their slots, around its ends: the place of the first's."""
+        size = np.int32(self.own.tokens[array].shape[2])
+        return lax.rem(self.new.token[i] - self._begin(i, array) + size, size)
 
     def _writes(self, i: jax.Array) -> Iterator[Any]:
         at = self._at(i)
@@ -90,10 +104,10 @@ class PromptWriter:
         chunk = self.own.old[0].shape[2]
         return x.at[self.new.block[i], :, pl.ds(pl.multiple_of(self.new.slot[i], chunk), chunk)]
 
-    def _merge(self, i: jax.Array, tokens: Any, old: Any) -> None:
+    def _merge(self, i: jax.Array, by: jax.Array, tokens: Any, old: Any) -> None:
         """Move a chunk's tokens to their slots; of slots without a new token, to what they hold."""
         at, dtype, packed, chunk = self._at(i), tokens.dtype, 4 // tokens.dtype.itemsize, old.shape[2]
-        by, words = lax.rem(self.new.token[i], np.int32(tokens.shape[2] - chunk)), tokens.shape[2] // packed
+        words = tokens.shape[2] // packed
         bits = lax.rem(by, np.int32(packed)) * (32 // packed)
         by = lax.rem(words - lax.div(by, np.int32(packed)), np.int32(words))
         is_new = bits_of_slots((chunk // packed, tokens.shape[3]), self.new.first[i], self.new.stop[i], packed)
@@ -108,9 +122,8 @@ class PromptWriter:
 
         _each(np.int32(0), np.int32(self.plan.K), merge)
 
-    def _merge_scales(self, i: jax.Array, tokens: Any, old: Any) -> None:
+    def _merge_scales(self, i: jax.Array, by: jax.Array, tokens: Any, old: Any) -> None:
         at, size, chunk = self._at(i), tokens.shape[2], old.shape[2]
-        by = lax.rem(self.new.token[i], np.int32(size - chunk))
         x = pltpu.roll(tokens[at], lax.rem(size - by, np.int32(size)), 1)[:, :chunk]
         slot = lax.broadcasted_iota(jnp.int32, x.shape, 1)
         tokens[at, :, :chunk] = jnp.where((slot >= self.new.first[i]) & (slot < self.new.stop[i]), x, old[at])

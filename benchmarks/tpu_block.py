@@ -29,13 +29,18 @@ from attnops_tpu.memory import outside_bytes
 
 # Splash's block sizes with the fewest bundles for a causal mask, forward and backward (from `tpu_kernels.py`).
 SPLASH_BLOCKS: Final = (1024, 1024, 512), (1024, 1024, 1024)
+# The largest number of 64 bits stands for no estimate.
+_UNKNOWN: Final = (1 << 63) - 1
 _CYCLES: Final = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 def estimated_cycles(program: str) -> int:
-    """XLA's estimate of the cycles of all instructions of a compiled program that are no kernels; loops count once."""
-    lines = (line for lines in computations(program).values() for line in lines)
-    return sum(int(n) for line in lines if KERNEL not in line for n in _CYCLES.findall(line))
+    """XLA's estimate of the cycles of all instructions of a compiled program that are no kernels.
+
+    Loops count once, and what it does not estimate not at all.
+    """
+    lines = (line for lines in computations(program).values() for line in lines if KERNEL not in line)
+    return sum(n for line in lines for n in map(int, _CYCLES.findall(line)) if n < _UNKNOWN)
 
 
 def attnops(T: int, heads: int, head_dim: int) -> Callable[..., Any]:

@@ -105,9 +105,9 @@ class LinearAttention(BaseOperation):
             scale: a finite number. None: ``D ** -0.5``.
             initial_state: [B, Hv, D, Dv]. None: 0.
             mask: `attnops.masks.Segments`: a segment begins with the state 0, the first one of a row with the initial
-                state; a token begins one if its id differs from that of the token before. NaN and infinities of a
-                segment reach no other one. `attnops.masks.KeyPadding`: padding changes no state, may hold NaN,
-                and has the output 0. Or both, joined by ``&``.
+                state; a token begins one if its id differs from that of the token before. NaN and infinities in
+                the arguments of a segment reach no other one; a state that overflows may. `attnops.masks.KeyPadding`:
+                padding changes no state, may hold NaN, and has the output 0. Or both, joined by ``&``.
             return_state: whether the output has ``state``.
             mode: runtime mode; see `attnops.OperationMetadata`.
 

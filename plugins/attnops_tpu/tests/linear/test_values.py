@@ -74,6 +74,18 @@ def right(draw: Problem, name: str, check: str = "jit", dtype: str = "float32", 
     assert outcome.status is Status.RIGHT, outcome.detail
 
 
+@pytest.mark.slow
+def test_large_queries_by_channel() -> None:
+    """Times the exponentials of a mild chunk they would be infinite."""
+    draw = problem(B=1, decay="channel", decays=(-1.0,))
+
+    def large(rng: np.random.Generator) -> tuple[tuple[jax.Array, ...], dict[str, object]]:
+        (query, key, value), options = draw(rng)
+        return (1e36 * query, key, 1e-3 * value), options
+
+    right(large, "large queries", gradients=False)
+
+
 def test_padding() -> None:
     padding = problem(mask=lambda B, T: attnops.masks.KeyPadding(np.arange(T)[None] % 7 > 0))
     right(padding, "padding by head", gradients=False)

@@ -79,9 +79,10 @@ class PromptWriter:
         pl.when((self.new.first[i] > 0) | (self.new.stop[i] < self.own.old[0].shape[2]))(lambda: do(held()))
 
     def _begin(self, i: jax.Array, array: int) -> jax.Array:
-        """The token with which the transfer of a chunk begins: that of its first slot, or of the group's first.
+        """The token with which the transfer of a chunk begins: the first of a group, which the first slot's is in.
 
-        Where the array begins later or would end before the transfer does, it is the nearest one with which it does not.
+        A transfer that would begin before the array begins at its first token, and one that would end after it ends at
+        its last.
         """
         size, n = self.own.tokens[array].shape[2], self.new.tokens[array].shape[2]
         group = np.int32(size - self.own.old[array].shape[2])

@@ -193,7 +193,8 @@ def _kernel(plan: LinearPlan, refs: Refs) -> None:
     def _() -> None:
         refs.d_state[...] = refs.d_last[...]
 
-    # Gradients of bfloat16 arrays are rounded to it; only what the next chunk's depend on needs other parts.
+    # Gradients of bfloat16 arrays are rounded to it, and those of decays and betas are as exact; only what the next
+    # chunk's depend on needs other parts.
     count, rough = plan.passes, plan.passes if refs.key.dtype == jnp.float32 else 1
     heads = range(plan.heads)
     states, d_states = ([ref[i] for i in heads] for ref in (refs.states.at[0, 0], refs.d_state.at[0]))

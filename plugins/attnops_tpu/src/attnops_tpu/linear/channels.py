@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attnops.kernels import equally_varying, folds_batch, output_like
 from attnops_tpu.linear.chunk import half, is_before, pairs, part
-from attnops_tpu.linear.factors import EMPTY, MILD, Factors, careful, exponents, mild
+from attnops_tpu.linear.factors import EMPTY, MILD, ORDINARY, Factors, careful, exponents, mild
 from attnops_tpu.linear.inverse import inverses
 from attnops_tpu.linear.plan import LANES, LinearPlan, compiler_params
 from attnops_tpu.linear.prepare import CHUNK, finished, of_batch, of_tokens, padded_state, zeroed
@@ -157,6 +157,8 @@ def _kernel(plan: LinearPlan, N: int, refs: Refs) -> None:
     decay = refs.decay[0]
     found = exponents(_at_least(decay), _PARTS)
     is_mild = jnp.max(jnp.abs(found[:CHUNK])) <= MILD[refs.key.dtype == jnp.float32]
+    for x in (refs.query, refs.key):
+        is_mild &= jnp.max(jnp.abs(x[0].astype(jnp.float32))) <= ORDINARY
 
     @pl.when(is_mild)
     def _() -> None:

@@ -32,6 +32,8 @@ EMPTY: Final = -200.0
 # The largest exponent of a factor of `mild`, of bfloat16 arrays (8 tokens with decays of exp(-5)) and of others: a
 # float32 exponent x has an error of |x| / 2^24, which the other factor, exp(-x) or so, does not make smaller.
 MILD: Final = (40.0, 8.0)
+# The largest query and key of such a chunk, which times these factors are finite.
+ORDINARY: Final = 1e12
 _BLOCK: Final = 16
 _HALF: Final = _BLOCK // 2
 _HALVES: Final = CHUNK // _HALF

@@ -57,6 +57,8 @@ class TPULinearAttention(LinearAttention):
                 yield "gradients by a kernel, from the states before the chunks: 4 · D · Dv bytes for 64 tokens, padded"
                 if request.beta:
                     yield "and the inverses of the chunks' systems: 16 KB for 64 tokens, 8 KB with precision=default"
+                if "bfloat16" in request.dtypes:
+                    yield "gradients of decays and betas are as exact as those of bfloat16 arrays"
                 yield f"other derivatives are {native}"
 
     def forward_tpu(

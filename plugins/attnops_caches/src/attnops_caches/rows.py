@@ -59,7 +59,8 @@ class Rows:
         """
         place = jnp.arange(N, dtype=jnp.int32)
         starts, slots = jnp.clip(jnp.asarray(self.starts), 0, N), jnp.asarray(self.slots)
-        run = jnp.searchsorted(starts, place, side="right").astype(jnp.int32) - 1
+        # The iterations of a binary search would each need as long as all comparisons.
+        run = jnp.searchsorted(starts, place, side="right", method="compare_all").astype(jnp.int32) - 1
         is_real = (run >= 0) & (run < slots.shape[0])
         run = jnp.clip(run, 0, slots.shape[0] - 1)
         is_real &= self.first_counts(N, lengths.shape[0])[run] > 0

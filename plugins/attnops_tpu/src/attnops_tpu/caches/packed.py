@@ -48,7 +48,7 @@ def unpacked(call: FlashCall, cache: StoredCache) -> list[Unpacked]:
     is_real = mask.q_rows >= 0
     if large is None:
         return [_of_tiles(call, cache, small, tiles_of(N, cache.batch, small), is_real)]
-    size = jnp.zeros((cache.batch,), jnp.int32).at[mask.q_rows].add(is_real, mode="drop")
+    size = _counts(mask.q_rows, is_real, cache.batch)
     tiles = min(2 * -(-N // large), tiles_of(N, min(cache.batch, N // (SMALL_TILES * small + 1)), large))
     is_large = jnp.zeros((cache.batch,), bool)
     # A row with more queries than half of a large tile fills half of its tiles on average, so that its tiles exist.
@@ -71,10 +71,10 @@ def _of_tiles(call: FlashCall, cache: StoredCache, bq: int, tiles: int, is_real:
     rows, number = jnp.where(is_real, mask.q_rows, -1), jnp.arange(N, dtype=jnp.int32)
     begins = is_real & (rows != jnp.concatenate([jnp.full((1,), -1, jnp.int32), rows[:-1]]))
     is_first = is_real & ((number - jax.lax.cummax(jnp.where(begins, number, 0))) % bq == 0)
-    tile = jnp.maximum(jnp.cumsum(is_first.astype(jnp.int32)) - 1, 0)
-    first = jnp.nonzero(is_first, size=tiles, fill_value=N)[0].astype(jnp.int32)
+    tile = jnp.maximum(jnp.cumsum(is_first, dtype=jnp.int32) - 1, 0)
+    first = _firsts(is_first, tiles)
     exists = first < N
-    count = jnp.zeros((tiles,), jnp.int32).at[tile].add(is_real.astype(jnp.int32))
+    count = _counts(tile, is_real, tiles)
     begin, last = begin_of(first, N, bq), first + jnp.maximum(count, 1) - 1
     # A tile's own queries are repeated to its ends: so a tile of keys that all of them see needs no mask.
     queries = jnp.clip(begin[:, None] + jnp.arange(bq, dtype=jnp.int32), first[:, None], last[:, None])
@@ -114,8 +114,7 @@ def new_of_tiles(
     """
     assert new.starts is not None
     bq, N = batch.call.query.shape[1], batch.tile.shape[0]
-    tiles = jnp.zeros((cache.batch,), jnp.int32).at[batch.row].add(batch.exists.astype(jnp.int32))
-    is_one = (tiles == 1) & (new.size <= bq)
+    is_one = (_counts(batch.row, batch.exists, cache.batch) == 1) & (new.size <= bq)
     others: NewTokens | None = new._replace(size=jnp.where(is_one, 0, new.size))
     if generation().cores > 1:
         cache, others = written_before(cache, new, ~is_one), None
@@ -136,6 +135,18 @@ def new_of_tiles(
     most = (bq - 1) // cache.page_size + 1 + (bq > 1) if isinstance(cache, PagedCache) else 1
     blocks, begin = new.blocks[batch.row, :most], None if bq > MAX_BY_TOKEN else starts[batch.row]
     return cache, NewTokens(tokens, new.first[batch.row], size, blocks, begin), others
+
+
+# By comparing all with all: a scatter is a step for each number, or a call of another core, on TPUs.
+def _counts(numbers: jax.Array, counted: jax.Array, n: int) -> jax.Array:
+    """How many ``counted`` [N] of some numbers [N] are 0, 1, …, n − 1, int32 [n]."""
+    return (counted & (numbers == jnp.arange(n, dtype=jnp.int32)[:, None])).sum(1, dtype=jnp.int32)
+
+
+def _firsts(x: jax.Array, n: int) -> jax.Array:
+    """The indices of the first n that are true of booleans [N], and N for more than there are, int32 [n]."""
+    before = jnp.cumsum(x, dtype=jnp.int32)
+    return (before <= jnp.arange(n, dtype=jnp.int32)[:, None]).sum(1, dtype=jnp.int32)
 
 
 def has_packed(mask: Mask | None) -> bool:

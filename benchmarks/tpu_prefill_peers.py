@@ -226,8 +226,14 @@ def _compiled(name: str, generation: str, queries: int, shape: Shape) -> tuple[S
 
 
 def program(name: str, generation: str, queries: int, shape: Shape = LLAMA) -> Program:
-    """The program of a library for a prompt."""
-    return _told(name, generation, queries, shape)[2]
+    """The program of a library for a prompt; if its own tiles do not fit so many queries, that of fewer, times more."""
+    try:
+        return _told(name, generation, queries, shape)[2]
+    except RuntimeError as error:
+        fewer = SAME_FROM[name]
+        if queries <= fewer or not any(refusal in str(error) for refusal in REFUSALS):
+            raise
+        return Program(*(x * queries // fewer for x in _told(name, generation, fewer, shape)[2]))
 
 
 def prompts(generation: str, queries: int, context: int, shape: Shape = LLAMA) -> dict[str, Prompt]:

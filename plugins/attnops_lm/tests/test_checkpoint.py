@@ -63,6 +63,23 @@ def test_a_copy_of_a_tied_head_and_tables_of_rotations_are_passed_over(saved: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_next", "llama"])
+def test_layers_that_predict_further_tokens_are_passed_over_where_a_family_has_them(
+    family: str, tmp_path: Path
+) -> None:
+    saved, other = tmp_path / "saved", tmp_path / "other"
+    model = small(family)
+    model.save_pretrained(saved)
+    other.mkdir()
+    directory = changed(saved, other, lambda weights: weights.update({"mtp.fc.weight": jnp.ones((32, 64))}))
+    if family == "llama":
+        with pytest.raises(ValueError, match=r"has mtp\.fc\.weight \(1 in all\)"):
+            CausalLM.from_pretrained(directory)
+    else:
+        assert jnp.array_equal(CausalLM.from_pretrained(directory).embed[...], model.embed[...])
+
+
+@pytest.mark.slow
 def test_a_bfloat16_checkpoint_is_read_in_the_dtype_of_the_model(saved: Path, tmp_path: Path) -> None:
     small(num_hidden_layers=1).save_pretrained(tmp_path, float_dtype=jnp.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"

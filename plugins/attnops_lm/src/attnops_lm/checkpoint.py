@@ -179,12 +179,17 @@ def _hf_config(directory: Path) -> dict[str, Any]:
 
 def _refuse_unread(directory: Path, model: Decoder, files: Mapping[str, object]) -> None:
     known = {name for weight in mapping(model) for name in weight.files} | ({HEAD} if hasattr(model, "head") else set())
-    extra = sorted(name for name in set(files) - known if not name.endswith(".rotary_emb.inv_freq"))
+    extra = sorted(name for name in set(files) - known if not _is_passed_over(name, model.config.family))
     if extra:
         raise ValueError(
             f"{directory} has {extra[0]} ({len(extra)} in all), which a {type(model).__name__} of its config.json, "
             f"{model.config.family!r}, does not use: config.json must belong to these weights"
         )
+
+
+def _is_passed_over(name: str, family: str) -> bool:
+    """Whether a weight follows from the config, or is of layers that only predict further tokens."""
+    return name.endswith(".rotary_emb.inv_freq") or (family == "qwen3_next" and name.startswith("mtp."))
 
 
 def _files(directory: Path) -> Mapping[str, tuple[Path, str]]:

@@ -137,6 +137,16 @@ def _step(backend: str, cache: Cache, sizes: list[int], of_row: list[int], H: in
         return operation.step(query, *new, cache, mask=Causal(), rows=rows, return_lse=True, **options)
 
 
+def _right(*given: Any, **options: Any) -> Cache:
+    """Hold `_step` to the core's `flash`, whose cache is returned: outputs, logsumexp and all arrays of the cache."""
+    (got, written), (expected, after) = (_step(name, *given, **options) for name in ("attnops-tpu:flash", "flash"))
+    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(x, y)
+    for name in ("attention_outputs", "logsumexp"):
+        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
+    return after
+
+
 # Rows with pages for all tokens, for some or none of the new ones, and for not even the first; their tokens before.
 POOL = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1, -1], [9, *[-1] * 11], [10, 11, 12, 13, 14, *[-1] * 7],
                  [*range(15, 20), -1, 20, 21, *[-1] * 4], [-1] * 12])  # fmt: skip
@@ -153,15 +163,10 @@ def test_rows_whose_pool_runs_out_keep_what_fits(monkeypatch: pytest.MonkeyPatch
                                      dtype=jnp.float32, table=POOL)  # fmt: skip
     key = jax.random.normal(jax.random.key(0), (5, 60, 2, 8))
     cache = cache.append(key, -key, HELD)
-    given = cache, [30, 1, 1, 20, 1], [0, 1, 2, 3, 4]
-    (got, written), (expected, after) = (_step(name, *given) for name in ("attnops-tpu:flash", "flash"))
+    after = _right(cache, [30, 1, 1, 20, 1], [0, 1, 2, 3, 4])
     assert calls == [1]
     assert after.overflowed.tolist() == [True, True, False, True, True]
     assert after.lengths.tolist() == [72, 8, 34, 40, 0]
-    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(x, y)
-    for name in ("attention_outputs", "logsumexp"):
-        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
 
 
 OPTIONS: dict[str, Any] = {
@@ -189,14 +194,9 @@ def test_items_in_parts_are_right(options: dict[str, Any], monkeypatch: pytest.M
         return result
 
     monkeypatch.setattr(mixed, "split", split)
-    given = cache, sizes, list(range(B))
-    (got, written), (expected, after) = (_step(name, *given, **options) for name in ("attnops-tpu:flash", "flash"))
+    _right(cache, sizes, list(range(B)), **options)
     jax.effects_barrier()
     assert counts == [4, 3]
-    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(x, y)
-    for name in ("attention_outputs", "logsumexp"):
-        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -221,12 +221,7 @@ def test_mixed_batches_over_latents_are_right() -> None:
     cache: Cache = PagedCache.create(batch=3, pages=36, page_size=8, max_pages=12, kv_heads=1, head_dim=12, latent=8,
                                      dtype=jnp.float32, table=np.arange(36).reshape(3, 12))  # fmt: skip
     cache = cache.append(jax.random.normal(jax.random.key(0), (3, 60, 1, 12)), None, np.array([60, 1, 33]))
-    given = cache, [30, 1, 1], [0, 2, 1]
-    (got, written), (expected, after) = (_step(name, *given) for name in ("attnops-tpu:flash", "flash"))
-    for x, y in zip(jax.tree.leaves(written), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(x, y)
-    for name in ("attention_outputs", "logsumexp"):
-        np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=2e-5, atol=2e-5)
+    _right(cache, [30, 1, 1], [0, 2, 1])
 
 
 @pytest.mark.slow
